@@ -1,0 +1,82 @@
+"""A family's entry says what is true of the real classes: layers, parts, processor keys."""
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from vireo.families import FAMILIES, family_of, get_family
+from vireo.families.tiny import build
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def loaded(request, tmp_path_factory):
+    """(entry, model, processor or tokenizer) of each family's tiny checkpoint."""
+    folder = build(request.param, tmp_path_factory.mktemp(request.param), size="test")
+    entry = get_family(request.param)
+    model = getattr(transformers, entry.auto_class).from_pretrained(folder)
+    loader = transformers.AutoProcessor if entry.has_vision else transformers.AutoTokenizer
+    return entry, model, loader.from_pretrained(folder)
+
+
+def class_names(model):
+    return {type(module).__name__ for module in model.modules()}
+
+
+def test_the_entry_is_found_by_the_loaded_config(loaded):
+    entry, model, _ = loaded
+    assert family_of(model.config) is entry
+
+
+def test_an_unknown_family_names_the_known_ones():
+    with pytest.raises(LookupError, match="'clip' is not known; known families: qwen2_5_vl"):
+        get_family("clip")
+
+
+def test_layer_classes_exist_in_the_model(loaded):
+    entry, model, _ = loaded
+    assert {*entry.decoder_layers, *entry.vision_layers} <= class_names(model)
+
+
+def test_an_alias_is_not_a_class_of_the_model(loaded):
+    entry, model, _ = loaded
+    assert not set(entry.layer_aliases) & class_names(model)
+
+
+def test_parts_cover_every_parameter(loaded):
+    entry, model, _ = loaded
+    paths = [path for part in entry.parts.values() for path in part]
+    for path in paths:
+        model.get_submodule(path)
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        assert any(name.startswith(f"{path}.") for path in paths), name
+
+
+def test_embeddings_and_head_are_the_ones_transformers_uses(loaded):
+    entry, model, _ = loaded
+    (embeddings,), (head,) = entry.parts["embeddings"], entry.parts["head"]
+    assert model.get_submodule(embeddings) is model.get_input_embeddings()
+    assert model.get_submodule(head) is model.get_output_embeddings()
+
+
+def test_keys_are_what_the_processor_returns(loaded):
+    entry, _, processor = loaded
+    if not entry.has_vision:
+        assert entry.keys == {}
+        return
+    image = Image.new("RGB", (56, 56), "red")
+    out = processor(text=[entry.placeholder], images=[image], return_tensors="pt")
+    assert set(out) == {"input_ids", "attention_mask", *entry.keys}
+    for name, key in entry.keys.items():
+        if key.kind == "token":
+            assert out[name].shape == out["input_ids"].shape
+
+
+def test_image_tokens_are_single_special_tokens(loaded):
+    entry, _, processor = loaded
+    tokenizer = getattr(processor, "tokenizer", processor)
+    for token in entry.image_tokens:
+        (token_id,) = tokenizer.encode(token, add_special_tokens=False)
+        assert token_id in tokenizer.all_special_ids

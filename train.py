@@ -1,0 +1,3 @@
+from vireo.train import main
+
+raise SystemExit(main())

@@ -1,0 +1,3 @@
+from vireo.train_async import main
+
+raise SystemExit(main())

@@ -1,0 +1,188 @@
+"""The `vireo` command: a table of commands, each of which imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+from vireo import __version__
+from vireo.errors import InputError
+from vireo.main import run_main
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with this project's rules: `-` and `_` alike, no prefixes, errors as InputError."""
+
+    def __init__(self, command: str):
+        # A flag that is not given is left out, so that the default stands in one place only: in
+        # the function that the command calls.
+        super().__init__(
+            prog=f"vireo {command}",
+            description=COMMANDS[command][1],
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{self.prog}: {message}")
+
+    def read(self, argv: list[str]) -> dict[str, Any]:
+        """The arguments by name. InputError: one is unknown (names the nearest), bad or missing."""
+        known = list(self._option_string_actions)
+        alike = []
+        for token in argv:
+            if token.startswith("--"):
+                flag, equals, value = token.partition("=")
+                token = "--" + flag[2:].replace("-", "_") + equals + value
+                if token.partition("=")[0] not in known:
+                    raise InputError(f"{self.prog}: unknown flag {flag}{_hint(flag, known)}")
+            alike.append(token)
+        return vars(self.parse_args(alike))
+
+
+def _hint(name: str, names: list[str]) -> str:
+    from vireo.settings.nearest import nearest
+
+    near = nearest(name, names)
+    return f"; did you mean {near}?" if near else f"; there are {', '.join(names)}"
+
+
+def _train(argv: list[str]) -> int:
+    from vireo.train import main as train
+
+    return train(argv)
+
+
+def _tiny(argv: list[str]) -> None:
+    parser = _Parser("tiny")
+    parser.add_argument("family", help="model family")
+    parser.add_argument("out", help="folder to write")
+    parser.add_argument("--seed", type=int, help="seed of the random weights")
+    given = parser.read(argv)
+    from vireo.families.tiny import build
+
+    build(given["family"], given["out"], **_without(given, "family", "out"))
+    print(f"wrote {given['out']}")
+
+
+def _data(argv: list[str]) -> None:
+    parser = _Parser("data")
+    parser.add_argument("kind", choices=("digits", "shapes"), help="which data")
+    parser.add_argument("out", help="folder to write")
+    parser.add_argument("--rows", type=int, help="rows to draw (shapes only)")
+    parser.add_argument("--seed", type=int, help="seed of the drawing (shapes only)")
+    given = parser.read(argv)
+    options = _without(given, "kind", "out")
+    if given["kind"] == "digits" and options:
+        raise InputError(
+            f"vireo data digits: --{next(iter(options))} is for shapes; digits are fixed"
+        )
+    from vireo.data import synthetic
+
+    write = synthetic.write_digits if given["kind"] == "digits" else synthetic.write_shapes
+    write(given["out"], **options)
+    print(f"wrote {given['out']}")
+
+
+def _settings(argv: list[str]) -> None:
+    parser = _Parser("settings")
+    parser.add_argument("--trainer", default="fsdp_vlm", help="trainer (default: %(default)s)")
+    trainer = parser.read(argv)["trainer"]
+    from vireo.settings import describe
+    from vireo.trainers import registry
+
+    registry.locate(trainer)
+    print(describe(trainer), end="")
+
+
+def _export(argv: list[str]) -> None:
+    parser = _Parser("export")
+    parser.add_argument("ckpt", help="checkpoint folder")
+    parser.add_argument("out", help="folder to write")
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), help="format of the weights")
+    given = parser.read(argv)
+    from vireo.training.export import export
+
+    export(given["ckpt"], given["out"], **_without(given, "ckpt", "out"))
+    print(f"wrote {given['out']}")
+
+
+def _eval(argv: list[str]) -> None:
+    parser = _Parser("eval")
+    parser.add_argument("--model", required=True, help="folder or Hub name of the model")
+    parser.add_argument("--eval_file", required=True, help="data file")
+    parser.add_argument("--image_root", help="folder that image paths start from")
+    parser.add_argument("--limit", type=int, help="rows at most")
+    parser.add_argument("--max_new_tokens", type=int, help="longest answer in tokens")
+    parser.add_argument("--batch_size", type=int, help="rows answered at once")
+    parser.add_argument("--output_dir", help="folder for the answers")
+    given = parser.read(argv)
+    import json
+
+    from vireo.evaluation import evaluate_files
+
+    print(json.dumps(evaluate_files(**given), indent=2))
+
+
+def _demo(argv: list[str]) -> None:
+    parser = _Parser("demo")
+    parser.add_argument("--output_dir", default="runs/demo", help="folder (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="seed of the run")
+    parser.add_argument("--max_steps", type=int, help="optimizer steps")
+    given = parser.read(argv)
+    from vireo.demo import run
+
+    run(**given)
+
+
+def _without(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in names}
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
+    "train": (_train, "train a model; `vireo settings` lists the flags"),
+    "demo": (_demo, "train and evaluate a tiny model on this machine"),
+    "eval": (_eval, "measure a model on a data file"),
+    "export": (_export, "turn a checkpoint into a folder that from_pretrained loads"),
+    "settings": (_settings, "list every setting of a trainer"),
+    "tiny": (_tiny, "write a tiny random model of a family"),
+    "data": (_data, "write a small data set with images"),
+}
+
+
+def _help() -> str:
+    rows = "\n".join(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items())
+    return (
+        "usage: vireo COMMAND ...\n\nPost-training for vision-language models.\n\n"
+        f"commands (`vireo COMMAND --help` says more):\n{rows}\n\n"
+        "options:\n  --help    show this text\n  --version show the version\n"
+        "  --debug   show the traceback of an error too"
+    )
+
+
+def _dispatch(name: str, rest: list[str]) -> int | None:
+    if name not in COMMANDS:
+        near = _hint(name, list(COMMANDS))
+        raise InputError(f"unknown command {name!r}{near}")
+    return COMMANDS[name][0](rest)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command and returns the exit code: 0, 1 failed, 2 bad input, 130 interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv
+    if argv[:1] == ["--debug"]:
+        argv = [*argv[1:], "--debug"]
+    if not argv or argv[0] in ("--help", "-h"):
+        print(_help())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"vireo {__version__}")
+        return 0
+    name, rest = argv[0], argv[1:]
+    if name != "train":  # which has it as a setting, with a value perhaps
+        rest = [token for token in rest if token != "--debug"]
+    return run_main(partial(_dispatch, name, rest), debug=debug)

@@ -1,0 +1,1 @@
+"""The data path: files to conversations, conversations to examples, examples to batches."""

@@ -1,0 +1,83 @@
+"""The four chat templates that can be named in the settings, written for any family's images.
+
+Each takes content as a string or as a list of parts. `source(name, image)` fills in what the
+family's processor looks for where an image goes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vireo.errors import InputError
+
+_PARTS = """
+{%- macro say(content, image) -%}
+  {%- if content is string -%}{{ content }}
+  {%- else -%}
+    {%- for part in content -%}
+      {%- if part.type == 'text' -%}{{ part.text }}{%- else -%}{{ image }}{%- endif -%}
+    {%- endfor -%}
+  {%- endif -%}
+{%- endmacro -%}
+"""
+
+_TOOLS = """
+{%- if tools or messages | selectattr('tool_calls', 'defined') | list -%}
+  {{ raise_exception('this chat template has no tools') }}
+{%- endif -%}
+"""
+
+_CHATML = """
+{%- if messages[0].role != 'system' and SYSTEM -%}
+  {{ '<|im_start|>system\\n' + SYSTEM + '<|im_end|>\\n' }}
+{%- endif -%}
+{%- for m in messages -%}
+  {{ '<|im_start|>' + m.role + '\\n' + say(m.content, IMAGE) + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+
+_LLAMA = """
+{{- '<|begin_of_text|>' -}}
+{%- for m in messages -%}
+  {{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}
+  {{- say(m.content, IMAGE) + '<|eot_id|>' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif -%}
+"""
+
+# LLaVA 1.5 puts a turn's images first, whatever their place in the text.
+_LLAVA = """
+{%- for m in messages -%}
+  {%- if m.role != 'system' -%}{{ m.role.upper() + ': ' }}{%- endif -%}
+  {%- if m.content is not string -%}
+    {%- for part in m.content if part.type != 'text' -%}{{ IMAGE + '\\n' }}{%- endfor -%}
+  {%- endif -%}
+  {{ say(m.content, '') + ' ' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'ASSISTANT:' }}{%- endif -%}
+"""
+
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+# name: (template, default system turn, text after an image, control tokens it writes)
+_NAMED = {
+    "qwen": (_CHATML, "You are a helpful assistant.", "", _CHATML_TOKENS),
+    "minicpm": (_CHATML, "", "\n", _CHATML_TOKENS),
+    "llama32v": (_LLAMA, "", "", ("<|begin_of_text|>", "<|start_header_id|>", "<|eot_id|>")),
+    "llava": (_LLAVA, "", "", ()),
+}
+
+
+def source(name: str, image: str, tokenizer: Any) -> str:
+    """The Jinja text of the named template; InputError if the tokenizer lacks its tokens."""
+    template, system, after, tokens = _NAMED[name]
+    known = tokenizer.get_vocab()
+    if missing := [token for token in tokens if token not in known]:
+        raise InputError(
+            f"--chat_template {name} writes {', '.join(missing)}, which this model's tokenizer "
+            f"lacks; leave the setting out to use the model's own template"
+        )
+    filled = template.replace("SYSTEM", repr(system)).replace("IMAGE", repr(image + after))
+    return (_TOOLS + _PARTS + filled).replace("\n{", "{").strip()

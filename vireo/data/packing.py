@@ -1,0 +1,40 @@
+"""Rows into micro-batches: by a number of rows, or by a budget of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vireo.data.ragged import Batch, Example
+from vireo.errors import RowError
+
+
+def share(position: int, chunk: int, world: int) -> int:
+    """The rank that gets row `position` of an optimizer step: micro-batches are dealt in turn."""
+    return position // chunk % world
+
+
+def by_rows(examples: Sequence[Example], rows: int) -> list[Batch]:
+    """Micro-batches of `rows` consecutive examples, the last one perhaps short."""
+    return [Batch.of(examples[i : i + rows]) for i in range(0, len(examples), rows)]
+
+
+def by_tokens(examples: Sequence[Example], budget: int) -> list[Batch]:
+    """Micro-batches of at most `budget` tokens: longest first, each into the first that fits.
+
+    A row is never parted. Raises RowError for one that is longer than the budget.
+    """
+    bins: list[tuple[int, list[Example]]] = []
+    for example in sorted(examples, key=len, reverse=True):
+        if len(example) > budget:
+            raise RowError(
+                "too_long",
+                f"{len(example)} tokens do not fit --max_tokens_per_gpu {budget}",
+                example.where,
+            )
+        for i, (used, members) in enumerate(bins):
+            if used + len(example) <= budget:
+                bins[i] = (used + len(example), [*members, example])
+                break
+        else:
+            bins.append((len(example), [example]))
+    return [Batch.of(members) for _, members in bins]

@@ -1,0 +1,158 @@
+"""Where an image reference leads: bytes in memory or a file of this machine, never the network."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import io
+import os
+import re
+import stat
+from typing import Any, BinaryIO
+from urllib.parse import unquote, unquote_to_bytes
+
+from vireo.data.conversation import ImageRef
+from vireo.errors import RowError
+
+# An image's reason, as a row of a data file states it; every other one is `bad_image`.
+ROW_REASONS = {
+    "not_found": "missing_image",
+    "is_directory": "missing_image",
+    "remote_image": "remote_image",
+    "outside_root": "outside_root",
+    "bad_image_value": "bad_image_value",
+}
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://|(file):/", re.IGNORECASE)
+
+
+class ImageError(RowError):
+    """One image is refused; `reason` is its class in docs/data.md, the message names the file."""
+
+
+def as_row_error(error: ImageError, where: str = "") -> RowError:
+    """The error in the words of a data file's row (`not_found` becomes `missing_image`, ...)."""
+    reason = ROW_REASONS.get(error.reason, "bad_image")
+    return RowError(reason, error.message, error.where or where)
+
+
+def image_name(value: Any) -> str:
+    """How messages call an image: its path as the file has it, never its bytes."""
+    if isinstance(value, ImageRef):
+        return image_name(value.value)
+    if isinstance(value, dict):
+        path = value.get("path")
+        return image_name(path) if isinstance(path, str) else "<bytes>"
+    if isinstance(value, str | os.PathLike):
+        name = os.fspath(value)
+        limit = 60 if is_data_url(name) else 300
+        return repr(name if len(name) <= limit else name[:limit] + "...")
+    return f"<{type(value).__name__}>"
+
+
+def is_data_url(value: Any) -> bool:
+    return isinstance(value, str) and value[:5].lower() == "data:"
+
+
+def local_path(value: str, root: str | None) -> str:
+    """The file that a path or `file://` URL means, checked by its text alone: no file is touched.
+
+    With a `root`, relative paths start there and none may leave it. A link counts where it lies,
+    not where it points: folders of pictures are often linked into a data set. The path comes back
+    without `..`, so that what was checked is what is opened. Percent signs of plain paths stay.
+
+    Raises ImageError `remote_image` or `outside_root`.
+    """
+    scheme = _SCHEME.match(value)
+    if scheme:
+        host, _, rest = value[7:].partition("/") if scheme[1] else ("", "", value[6:])
+        if (scheme[1] or scheme[2]).lower() != "file" or host.lower() not in ("", "localhost"):
+            raise ImageError(
+                "remote_image",
+                f"image {image_name(value)} is on another machine, and nothing is fetched: "
+                "download the images first and write paths",
+            )
+        value = "/" + unquote(rest)
+    if root is None:
+        return value
+    base = os.path.abspath(root)
+    path = os.path.normpath(os.path.join(base, value))
+    if _is_inside(path, base) or _is_inside(path, os.path.realpath(base)):
+        return path
+    raise ImageError(
+        "outside_root",
+        f"image {image_name(value)} lies outside the image root {base!r}: "
+        "move it, or set image_root to a folder that holds all images",
+    )
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def open_reference(value: Any, root: str | None = None) -> BinaryIO:
+    """A readable, seekable stream of the image's encoded bytes (not of a PIL image).
+
+    `value`: path, data URL, `file://` URL, bytes, or a dict with `bytes` or else `path`.
+    Raises ImageError when there is nothing to read.
+    """
+    if isinstance(value, ImageRef):
+        return open_reference(value.value, value.root)
+    name = image_name(value)
+    if isinstance(value, dict):
+        content = value.get("bytes")
+        value = content if content is not None else value.get("path")
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if is_data_url(value):
+        value = _data_url_bytes(value, name)
+    if isinstance(value, bytes | bytearray | memoryview):
+        if not len(value):
+            raise ImageError("empty_file", f"image {name} is empty: it has no bytes")
+        return io.BytesIO(value)
+    if isinstance(value, str):
+        return _open_file(local_path(value, root), name)
+    raise ImageError(
+        "bad_image_value",
+        f"image {name} is no image: expected a path, a data URL, bytes, "
+        "a dict with 'bytes' or 'path', or a PIL image",
+    )
+
+
+def _data_url_bytes(url: str, name: str) -> bytes:
+    head, comma, body = url.partition(",")
+    if not comma:
+        raise ImageError("corrupt", f"image {name} is a data URL without a comma")
+    if not head.lower().endswith(";base64"):
+        return unquote_to_bytes(body)
+    text = re.sub(r"\s", "", unquote(body))
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError("corrupt", f"image {name} is a data URL of broken base64") from error
+
+
+def _open_file(path: str, name: str) -> BinaryIO:
+    place = "" if path in name else f" (looked for {path[:300]!r})"
+    try:
+        if not path:
+            raise FileNotFoundError(errno.ENOENT, "empty path")
+        found = os.stat(path)
+        if stat.S_ISDIR(found.st_mode):
+            raise ImageError("is_directory", f"image {name} is a directory{place}")
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe or device could wait for ever
+            raise ImageError("unreadable", f"image {name} is not a regular file{place}")
+        if not found.st_size:
+            raise ImageError("empty_file", f"image {name} is an empty file{place}")
+        return open(path, "rb")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        what = "is a link to nothing" if os.path.islink(path) else "is not found"
+        raise ImageError("not_found", f"image {name} {what}{place}") from error
+    except ValueError as error:  # a NUL or half a surrogate pair: no file can have that name
+        raise ImageError("not_found", f"image {name} is no possible file name") from error
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            text = f"image {name} is not found: {error.strerror}{place}"
+            raise ImageError("not_found", text) from error
+        text = f"image {name} cannot be opened: {error.strerror}{place}"
+        raise ImageError("unreadable", text) from error

@@ -1,0 +1,342 @@
+"""The only call of a processor: a Conversation becomes an Example, with its label mask.
+
+One private control token, the *mark*, does the work that text search cannot do. It is added to this
+module's own copy of the tokenizer, stands in the text that the processor gets, and is taken out of
+the ids again:
+
+- round each image slot, so that the ids before and after the processor expanded the images align;
+- in place of a control token that a person typed, whose ids as plain text are put back instead;
+- where one token would reach from the prompt into the answer, to part them as generation does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tokenizers import AddedToken
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+from vireo.data import chat_templates
+from vireo.data.conversation import Conversation, Text, Turn
+from vireo.data.images import fit_image, load_image
+from vireo.data.positions import Positions
+from vireo.data.ragged import BASE_KEYS, IGNORE, Example
+from vireo.data.template import ChatTemplate, control_tokens
+from vireo.errors import InputError, RowError
+from vireo.families import Family, family_of
+
+MARK = "\U0010fffd"  # a private-use character; typed by a person, it is text like any other
+
+
+class Renderer:
+    """Turns conversations into examples for one model; picklable, used in loader workers.
+
+    `max_length`: most tokens of a row after image expansion (None: the model's limit).
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        processor_path: str | None = None,
+        *,
+        chat_template: str | None = None,
+        image_size: int | None = None,
+        image_strategy: str = "longest",
+        max_length: int | None = None,
+        many_images: bool = True,
+    ):
+        self.config, self.family = load_config(model_path)
+        self.image_size, self.image_strategy = image_size, image_strategy
+        self.many_images = many_images
+        self.max_length = self._limit(max_length)
+        self.processor = load_processor(self.family, processor_path or model_path)
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        template = getattr(self.processor, "chat_template", None) or tokenizer.chat_template
+        if chat_template is not None:
+            template = chat_templates.source(
+                chat_template, self.family.placeholder or "", tokenizer
+            )
+        if not isinstance(template, str):
+            raise InputError(f"{processor_path or model_path}: no chat template beside the tokenizer")
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(template, tokenizer, parts=self.family.has_vision)
+        self.controls = control_tokens(tokenizer)
+        tokenizer.add_tokens([AddedToken(MARK, special=True, normalized=False)], special_tokens=True)
+        self.mark_id = tokenizer.convert_tokens_to_ids(MARK)
+        self._typed = re.compile("|".join(map(re.escape, [*self.controls, MARK])))
+        self.keys = {**BASE_KEYS, **self.family.keys}
+        self.image_ids = set(tokenizer.convert_tokens_to_ids(list(self.family.image_tokens)))
+        self.pad_id = tokenizer.pad_token_id
+        if self.pad_id is None:
+            self.pad_id = tokenizer.eos_token_id
+        self.positions = Positions(self.config, self.family)
+
+    def example(self, row: Conversation) -> Example:
+        """A training example: the assistant's text and end-of-turn tokens carry loss.
+
+        Raises RowError (naming the row) for images that cannot be read, a template that cannot
+        render the row, a row over the length limit, or one with nothing to supervise.
+        """
+        try:
+            example = self._encode(row, row.turns, prompt=False)
+            if example.supervised == 0:
+                raise RowError("no_assistant", "no token of the row carries loss")
+            return example
+        except RowError as error:
+            raise error.at(row.where) from error
+
+    def prompt(self, row: Conversation) -> tuple[Example, str]:
+        """The row up to its last answer, opened for generation, and that answer's text."""
+        try:
+            last = max(i for i, turn in enumerate(row.turns) if turn.role == "assistant")
+            return self._encode(row, row.turns[:last], prompt=True), row.turns[last].text
+        except RowError as error:
+            raise error.at(row.where) from error
+
+    def dummy(self) -> dict[str, torch.Tensor]:
+        """The processor's tensors of one smallest image, for ranks that have none to show."""
+        from PIL import Image
+
+        turn = Turn("user", (Text("."),))
+        blank = Image.new("RGB", (8, 8), "white")
+        text = self.template.render([turn]) + (self.family.placeholder or "")
+        out = self._call(text, [blank])
+        return {n: out[n] for n, key in self.family.keys.items() if key.kind != "token" and n in out}
+
+    def pictures(self, row: Conversation, count: int | None = None) -> list[Any]:
+        """The row's decoded images as the processor gets them (RGB, fitted by the settings)."""
+        mean = getattr(getattr(self.processor, "image_processor", None), "image_mean", None)
+        colour = tuple(round(255 * c) for c in mean) if mean else (127, 127, 127)
+        refs = row.images if count is None else row.images[:count]
+        return [
+            fit_image(load_image(ref), self.image_strategy, self.image_size, colour) for ref in refs
+        ]
+
+    # -- one processor call ------------------------------------------------------------------
+
+    def _encode(self, row: Conversation, turns: tuple[Turn, ...], prompt: bool) -> Example:
+        if row.images and not self.family.has_vision:
+            raise RowError("too_many_images", f"{len(row.images)} images for a text-only model")
+        if len(row.images) > 1 and not self.many_images:
+            raise RowError(
+                "too_many_images",
+                f"{len(row.images)} images in a row, and --pack_multi_image is off",
+            )
+        slots = sum(not isinstance(part, Text) for turn in turns for part in turn.parts)
+        turns, typed = self._stand_in(turns, row.tools)
+        text = self.template.render(turns, row.tools, prompt)
+        answers = [] if prompt else self.template.answers(turns, row.tools, text)
+        if self.template.end_of_turn is None and answers:  # else the model never learns to stop
+            stop = self.tokenizer.eos_token
+            text = text[: answers[-1].stop] + stop
+            answers[-1] = slice(answers[-1].start, len(text))
+        if text.count(MARK) != len(typed):
+            raise RowError("template", "the chat template drops or repeats a part of the text")
+        text, answers, marks = self._place_marks(text, answers, typed, slots)
+        images = self.pictures(row, slots)
+        out = self._call(text, images)
+        example = self._align(text, answers, marks, out, slots)
+        example.where = row.where
+        example.fields["loss_weight"] *= row.weight
+        if len(example) > self.max_length:
+            raise RowError(
+                "too_long",
+                f"{len(example)} tokens with its images expanded, the limit is {self.max_length}: "
+                f"raise --max_length or leave the row out",
+            )
+        example.fields["positions"] = self.positions(example.fields)
+        return example
+
+    def _stand_in(
+        self, turns: tuple[Turn, ...], tools: tuple[dict, ...]
+    ) -> tuple[tuple[Turn, ...], list[str]]:
+        """The turns with the mark for each control token typed in them, and those tokens."""
+        structured = json.dumps([tools, [t.tool_calls for t in turns]], ensure_ascii=False)
+        if found := self._typed.search(structured):
+            raise RowError("reserved_token", f"control token {found.group()} in a tool call")
+        typed: list[str] = []
+
+        def keep(match: re.Match[str]) -> str:
+            typed.append(match.group())
+            return MARK
+
+        marked = [
+            replace(
+                turn,
+                parts=tuple(
+                    Text(self._typed.sub(keep, part.text)) if isinstance(part, Text) else part
+                    for part in turn.parts
+                ),
+            )
+            for turn in turns
+        ]
+        return tuple(marked), typed
+
+    def _place_marks(
+        self, text: str, answers: list[slice], typed: list[str], slots: int
+    ) -> tuple[str, list[slice], list[str | None]]:
+        """Add marks round image slots and at answer starts inside a token.
+
+        Returns the text, the answers' spans in it, and for each mark the text that it stands for
+        (None: a mark that opens an image slot).
+        """
+        cuts: list[tuple[int, str | None]] = []  # position in the text, what the mark stands for
+        if slots:
+            placeholder = self.family.placeholder or ""
+            found = [m.start() for m in re.finditer(re.escape(placeholder), text)]
+            if len(found) != slots:
+                raise RowError(
+                    "template",
+                    f"the chat template made {len(found)} image slots of {slots} images",
+                )
+            for at in found:
+                cuts += [(at, None), (at + len(placeholder), "")]
+        cuts += [(span.start, "") for span in answers if self._inside_token(text, span.start)]
+        literals = iter(typed)
+        marks: list[str | None] = []
+        pieces: list[str] = []
+        moved = [[span.start, span.stop] for span in answers]
+        last = 0
+        for at, meaning in sorted(cuts, key=lambda cut: cut[0]):
+            piece = text[last:at]
+            marks += [next(literals) for _ in range(piece.count(MARK))]
+            marks.append(meaning)
+            pieces += [piece, MARK]
+            for new, span in zip(moved, answers):
+                new[0] += span.start >= at
+                new[1] += span.stop > at
+            last = at
+        marks += list(literals)
+        return "".join([*pieces, text[last:]]), [slice(*span) for span in moved], marks
+
+    def _inside_token(self, text: str, at: int) -> bool:
+        """Whether some token of `text` holds characters of both sides of `at`, more than a space.
+
+        Tokenizers that write a word with its leading space make one token of the template's space
+        and the answer's first word; generation makes the same token, so that one is not parted.
+        """
+        window = text[max(0, at - 64) : at + 64]
+        here = min(at, 64)
+        if not window[:here].strip(" ") and not window[here:]:
+            return False
+        offsets = self._tokenize(window)["offset_mapping"]
+        return any(a < here < b and window[a:here] != " " for a, b in offsets)
+
+    def _tokenize(self, text: str) -> dict[str, Any]:
+        return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+
+    def _call(self, text: str, images: list[Any]) -> dict[str, torch.Tensor]:
+        if not self.family.has_vision:
+            ids = self.tokenizer([text], add_special_tokens=False, return_tensors="pt")
+            return {"input_ids": ids["input_ids"]}
+        try:
+            return self.processor(
+                text=[text],
+                images=[images] if images else None,
+                add_special_tokens=False,
+                return_tensors="pt",
+            )
+        except (ValueError, TypeError) as error:
+            raise RowError(
+                "bad_image" if images else "template", f"the processor refuses it: {error}"
+            ) from error
+
+    def _align(
+        self,
+        text: str,
+        answers: list[slice],
+        marks: list[str | None],
+        out: dict[str, torch.Tensor],
+        slots: int,
+    ) -> Example:
+        """Labels for the expanded ids, the marks taken out."""
+        plain = self._tokenize(text)
+        short, offsets = plain["input_ids"], plain["offset_mapping"]
+        full = out["input_ids"][0].tolist()
+        token_keys = [n for n, k in self.family.keys.items() if k.kind == "token" and n in out]
+        columns: dict[str, list] = {n: out[n][0].tolist() for n in token_keys}
+        new: dict[str, list] = {name: [] for name in ("input_ids", "labels", *columns)}
+
+        def add(ids: list[int], loss: bool, at: int | None) -> None:
+            new["input_ids"] += ids
+            new["labels"] += ids if loss else [IGNORE] * len(ids)
+            for name, column in columns.items():
+                fill = self.keys[name].fill
+                new[name] += [fill] * len(ids) if at is None else column[at : at + len(ids)]
+
+        stops = [(span.start, span.stop) for span in answers]
+        parts_short, parts_full = _split(short, self.mark_id), _split(full, self.mark_id)
+        if len(parts_short) != len(parts_full) or len(parts_full) != len(marks) + 1:
+            raise RowError("template", "the processor moved or repeated a part of the text")
+        for j, ((a, ids), (b, ids_full)) in enumerate(zip(parts_short, parts_full)):
+            if j > 0 and marks[j - 1] is None:  # an image slot: what the processor made of it
+                add(ids_full, False, b)
+                continue
+            if j > 0 and marks[j - 1]:
+                start = offsets[a - 1][0]
+                literal = self.tokenizer.encode(
+                    marks[j - 1], add_special_tokens=False, split_special_tokens=True
+                )
+                add(literal, any(x <= start < y for x, y in stops), None)
+            if ids != ids_full:
+                raise RowError("template", "the processor changed text outside the image slots")
+            for k, token in enumerate(ids):
+                end = offsets[a + k][1]
+                loss = token not in self.image_ids and any(x < end <= y for x, y in stops)
+                add([token], loss, b + k)
+        fields = {name: torch.tensor(values) for name, values in new.items()}
+        fields["labels"][:1] = IGNORE  # nothing predicts the first token
+        fields["loss_weight"] = (fields["labels"] != IGNORE).float()
+        fields |= {
+            n: out[n] for n, k in self.family.keys.items() if k.kind == "packed" and n in out
+        }
+        fields |= {
+            n: out[n][0] for n, k in self.family.keys.items() if k.kind == "padded" and n in out
+        }
+        # Example checks lengths; positions are set by the caller once the ids are final.
+        return Example(fields, self.keys, images=slots)
+
+    def _limit(self, wanted: int | None) -> int:
+        text = self.config.get_text_config()
+        limit = getattr(text, "max_position_embeddings", None) or 2**31
+        if wanted is not None and wanted > limit:
+            raise InputError(f"--max_length {wanted} is above the model's limit of {limit} tokens")
+        return wanted or limit
+
+
+def _split(ids: list[int], mark: int) -> list[tuple[int, list[int]]]:
+    """(start, ids) of each run between marks."""
+    runs, start = [], 0
+    for i, token in enumerate([*ids, mark]):
+        if token == mark:
+            runs.append((start, ids[start:i]))
+            start = i + 1
+    return runs
+
+
+def load_config(path: str) -> tuple[Any, Family]:
+    """The model's config and family entry; InputError if `path` holds no model Vireo knows."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+        return config, family_of(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{path} is no model that can be loaded: {_first_line(error)}") from error
+    except LookupError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def load_processor(family: Family, path: str) -> Any:
+    """The processor (or, for a text family, the tokenizer) of a model folder, a copy of its own."""
+    loader = AutoProcessor if family.has_vision else AutoTokenizer
+    try:
+        return loader.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InputError(f"{path}: its processor cannot be loaded: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]

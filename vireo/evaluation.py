@@ -1,0 +1,162 @@
+"""Evaluation: loss on held-out rows, and exact match of generated answers.
+
+Used by the trainers (on the sharded policy) and by `vireo eval` (on a plain model).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vireo.data.conversation import Conversation, read_rows
+from vireo.data.packing import by_rows
+from vireo.data.ragged import Batch
+from vireo.data.render import Renderer
+from vireo.errors import InputError
+from vireo.training.engine import TrainEngine
+
+_NOT_FOR_GENERATION = ("labels", "loss_weight", "positions")
+
+
+def answer_rows(
+    generate: Callable[..., torch.Tensor],
+    renderer: Renderer,
+    rows: Sequence[Conversation],
+    device: torch.device,
+    *,
+    max_new_tokens: int,
+    batch_size: int = 16,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Greedy answers to the last turn of each row: prompt, expected, answer, correct.
+
+    `generate` is transformers' generation. Tokens that only a processor may write are banned.
+    """
+    tokenizer = renderer.tokenizer
+    stops = {tokenizer.eos_token_id, renderer.pad_id}
+    if renderer.template.end_of_turn is not None:
+        stops.add(tokenizer.convert_tokens_to_ids(renderer.template.end_of_turn))
+    out = []
+    for first in range(0, len(rows), batch_size):
+        prompts = [renderer.prompt(row) for row in rows[first : first + batch_size]]
+        inputs = Batch.of([p for p, _ in prompts]).to(device).pad(renderer.pad_id, left=True)
+        width = inputs["input_ids"].shape[1]
+        inputs = {n: v for n, v in inputs.items() if n not in _NOT_FOR_GENERATION}
+        ids = generate(
+            **inputs,
+            **options,
+            do_sample=False,
+            use_cache=True,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=sorted(stops),
+            pad_token_id=renderer.pad_id,
+            suppress_tokens=sorted(renderer.image_ids) or None,
+        )
+        texts = tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
+        for (_, expected), text, row in zip(prompts, texts, rows[first : first + batch_size]):
+            out.append(
+                {
+                    "row": row.where,
+                    "prompt": next(t.text for t in reversed(row.turns) if t.role == "user"),
+                    "expected": expected.strip(),
+                    "answer": text.strip(),
+                    "correct": text.strip() == expected.strip(),
+                }
+            )
+    return out
+
+
+def accuracy(answers: Sequence[dict[str, Any]]) -> float:
+    """Share of answers that equal the expected text, white space at the ends aside."""
+    return sum(answer["correct"] for answer in answers) / max(1, len(answers))
+
+
+def held_out_loss(
+    engine: TrainEngine, renderer: Renderer, rows: Sequence[Conversation], batch_rows: int
+) -> float:
+    """Mean loss per supervised token over `rows`, shared out over the ranks; collective."""
+    parallel = engine.parallel
+    total = weight = 0.0
+    window = batch_rows * parallel.world
+    for first in range(0, len(rows), window):
+        mine = range(first + parallel.rank, min(first + window, len(rows)), parallel.world)
+        examples = [renderer.example(rows[i]) for i in mine]
+        sums = engine.evaluate(by_rows(examples, batch_rows) if examples else [])
+        total, weight = total + sums[0], weight + sums[1]
+    return total / max(weight, 1e-12)
+
+
+def policy_answers(
+    engine: TrainEngine, renderer: Renderer, rows: Sequence[Conversation], max_new_tokens: int
+) -> list[dict[str, Any]]:
+    """Answers of the policy in training. Every rank answers the same rows: ranks that generated
+    from different prompts would run different collectives."""
+    engine.policy.eval()
+    sharded = engine.parallel.world > 1
+    answers = answer_rows(
+        engine.policy.generate,
+        renderer,
+        rows,
+        engine.parallel.device,
+        max_new_tokens=max_new_tokens,
+        **({"synced_gpus": True} if sharded else {}),
+    )
+    if hasattr(engine.policy.hf.model, "rope_deltas"):
+        engine.policy.hf.model.rope_deltas = None  # generation leaves its offsets behind
+    return answers
+
+
+def evaluate_files(
+    *,
+    model: str,
+    eval_file: str,
+    processor: str | None = None,
+    image_root: str | None = None,
+    image_size: int | None = None,
+    image_strategy: str = "longest",
+    limit: int | None = None,
+    max_new_tokens: int = 64,
+    batch_size: int = 16,
+    output_dir: str | None = None,
+) -> dict[str, Any]:
+    """Accuracy of a model folder on a data file; answers with their images in `output_dir`."""
+    import transformers
+
+    from vireo.hub import local_folder
+    from vireo.report.run_folder import write_samples
+
+    folder = local_folder(model)
+    renderer = Renderer(
+        folder, processor, image_size=image_size, image_strategy=image_strategy
+    )
+    rows = read_rows(eval_file, image_root=image_root)
+    chosen = [rows[i] for i in range(min(len(rows), limit or len(rows)))]
+    if not chosen:
+        raise InputError(f"{eval_file} has no row to evaluate on")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    auto = getattr(transformers, renderer.family.auto_class)
+    hf = auto.from_pretrained(folder, dtype="auto").to(device).eval()
+    started = time.perf_counter()
+    answers = answer_rows(
+        hf.generate,
+        renderer,
+        chosen,
+        device,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+    )
+    result = {
+        "accuracy": accuracy(answers),
+        "rows": len(answers),
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+    if output_dir is not None:
+        out = Path(output_dir)
+        out.mkdir(parents=True, exist_ok=True)
+        write_samples(out / "answers.jsonl", answers, [renderer.pictures(row) for row in chosen])
+        result["answers"] = str(out / "answers.jsonl")
+    return result

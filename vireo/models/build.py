@@ -1,0 +1,117 @@
+"""Build a model on no memory, shard it, and fill the shards: load, freeze, recompute, shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from vireo.families import Family
+from vireo.models.load import fill_from_checkpoint
+from vireo.models.names import freeze, wrap_classes
+from vireo.models.policy import Policy
+from vireo.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What to build: `frozen` names parts; `dtype` is the compute type (masters are float32)."""
+
+    path: str
+    frozen: frozenset[str] = frozenset()
+    dtype: torch.dtype = torch.float32
+    shard: bool = True
+    recompute: bool = False  # activation checkpointing of each decoder layer
+    wrap: tuple[str, ...] | None = None
+
+
+def build_policy(
+    spec: ModelSpec,
+    config: Any,
+    family: Family,
+    parallel: Parallel,
+    dummy: dict[str, Tensor] | None = None,
+    load: bool = True,
+) -> tuple[Policy, str]:
+    """The sharded, loaded model and a notice ('' for none).
+
+    Memory: no rank ever holds the whole model; rank 0 holds one tensor of it at a time.
+    `load=False` leaves the weights unset, for a checkpoint that will fill them.
+    """
+    policy = empty_policy(config, family, dummy)
+    switch_cache_off(policy.hf.config)
+    if spec.frozen:
+        freeze(policy.hf, family, set(spec.frozen))
+    classes, notice = wrap_classes(policy.hf, family, list(spec.wrap) if spec.wrap else None)
+    if spec.recompute:
+        wrap_layers(policy.hf, classes, lambda layer: checkpoint_wrapper(layer))
+    if spec.shard:
+        shard(policy, family, classes, spec.dtype, parallel)
+    policy.to_empty(device=parallel.device)
+    policy.hf.tie_weights()
+    init_buffers(policy.hf)
+    if load:
+        fill_from_checkpoint(policy.hf, spec.path, parallel)
+    return policy, notice
+
+
+def empty_policy(config: Any, family: Family, dummy: dict[str, Tensor] | None = None) -> Policy:
+    """The model's modules without memory for their parameters."""
+    auto = getattr(transformers, family.auto_class)
+    with torch.device("meta"):
+        hf = auto.from_config(config, dtype=torch.float32)
+    return Policy(hf, family, dummy)
+
+
+def shard(
+    policy: Policy, family: Family, classes: set[str], dtype: torch.dtype, parallel: Parallel
+) -> None:
+    """FSDP2: each decoder layer and each layer of the vision tower, then the rest as the root.
+
+    Ranks cannot drift: the tower runs in every micro-batch (see Policy), frozen or not.
+    """
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    layers = classes | set(family.vision_layers)
+    recomputed = {m._checkpoint_wrapped_module for m in policy.modules() if _recomputes(m)}
+    for module in reversed(list(policy.hf.modules())):  # inner modules before outer ones
+        if _recomputes(module) or (type(module).__name__ in layers and module not in recomputed):
+            fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
+    fully_shard(policy, mesh=parallel.mesh, mp_policy=precision)
+    register_fsdp_forward_method(policy, "generate")
+
+
+def _recomputes(module: nn.Module) -> bool:
+    return isinstance(module, CheckpointWrapper)
+
+
+def wrap_layers(model: nn.Module, classes: set[str], wrap: Any) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ in classes:
+                setattr(parent, name, wrap(child))
+
+
+def switch_cache_off(config: Any) -> None:
+    """No key-value cache in training: recomputation fills it twice, and packing needs it off."""
+    for part in [config, *(getattr(config, name) for name in getattr(config, "sub_configs", {}))]:
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+
+
+def init_buffers(hf: Any) -> None:
+    """Values of buffers that no checkpoint holds (rotary frequencies), as the model makes them."""
+    for module in hf.modules():
+        if module._non_persistent_buffers_set and not list(module.parameters(recurse=False)):
+            hf._init_weights(module)

@@ -1,0 +1,33 @@
+"""Log-probabilities of chosen tokens from hidden states, without full logits.
+
+Logits of a 150,000-word vocabulary for every position are the largest tensor of a training step.
+Here only positions that carry loss reach the head, a chunk at a time, and each chunk's logits are
+computed again in the backward pass instead of being kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 2048  # positions; 2048 x 152,000 float32 logits are 1.2 GB
+
+
+def token_logprobs(hidden_NH: Tensor, head: nn.Module, targets_N: Tensor) -> Tensor:
+    """log p(target) in float32, shape [N], from hidden states [N, H].
+
+    `head` maps [n, H] to logits [n, V] in its own precision; the softmax is in float32.
+    """
+    pieces = [
+        checkpoint(_chunk, head, hidden, targets, use_reentrant=False)
+        if torch.is_grad_enabled()
+        else _chunk(head, hidden, targets)
+        for hidden, targets in zip(hidden_NH.split(CHUNK), targets_N.split(CHUNK))
+    ]
+    return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
+
+
+def _chunk(head: nn.Module, hidden_nH: Tensor, targets_n: Tensor) -> Tensor:
+    logits = head(hidden_nH).float()
+    return logits.gather(-1, targets_n[:, None]).squeeze(-1) - logits.logsumexp(-1)

@@ -1,0 +1,164 @@
+"""Fill a (sharded) model from safetensors files: rank 0 reads, every rank keeps its part.
+
+A tensor crosses in slices of rows, so a rank never needs more memory than its own shards and one
+slice. Names on disk follow the published layout of each family; transformers' own table maps them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from vireo.errors import InputError
+from vireo.parallel import Parallel
+
+SLICE_BYTES = 64 << 20
+
+
+def fill_from_checkpoint(hf: Any, path: str, parallel: Parallel) -> None:
+    """Copy every parameter and persistent buffer of `hf` from the files in `path`.
+
+    Raises InputError on every rank if a tensor is missing, left over, or has another shape.
+    """
+    targets = _targets(hf)
+    plan: list = [None]
+    files: dict[str, Any] = {}
+    if parallel.rank == 0:
+        try:
+            plan[0], files = _plan(hf, path, targets)
+        except InputError as error:
+            plan[0] = error
+    if parallel.world > 1:
+        dist.broadcast_object_list(plan, src=0, device=torch.device("cpu"))
+    if isinstance(plan[0], InputError):
+        raise plan[0]
+    for name, key, file, dtype in plan[0]:
+        read = files[file].get_slice(key) if parallel.rank == 0 else None
+        _receive(targets[name], read, dtype, parallel)
+
+
+def _targets(hf: Any) -> dict[str, Tensor]:
+    """Name -> tensor of everything a checkpoint holds; tied parameters once."""
+    out: dict[str, Tensor] = {}
+    for name, value in hf.state_dict(keep_vars=True).items():
+        if not any(value is other for other in out.values()):
+            out[name] = value
+    return out
+
+
+def _plan(hf: Any, path: str, targets: dict[str, Tensor]) -> tuple[list, dict[str, Any]]:
+    """[(name in memory, key on disk, file, dtype)] and the open files."""
+    files = {p.name: safe_open(p, framework="pt") for p in _weight_files(path)}
+    rename = _renamer(hf, targets)
+    tied = set(hf.state_dict()) - set(targets)
+    plan, seen, extra = [], set(), []
+    for file, handle in files.items():
+        for key in handle.keys():  # noqa: SIM118 - a safetensors handle is no dict
+            name = rename(key)
+            if name in tied:
+                continue  # written although it is tied to another: the same values
+            if name not in targets:
+                extra.append(key)
+                continue
+            view = handle.get_slice(key)
+            shape = tuple(view.get_shape())
+            if shape != tuple(targets[name].shape):
+                raise InputError(
+                    f"{path}: {key} has shape {shape}, the config wants "
+                    f"{tuple(targets[name].shape)}"
+                )
+            seen.add(name)
+            plan.append((name, key, file, str(view.get_dtype())))
+    for what, names in (("lacks", sorted(set(targets) - seen)), ("has unknown", sorted(extra))):
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+            raise InputError(f"{path}: the checkpoint {what} tensors: {shown}")
+    return plan, files
+
+
+def _weight_files(path: str) -> list[Path]:
+    folder = Path(path)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).exists()]
+        if missing:
+            raise InputError(f"{path}: {missing[0]}, named in {index.name}, is missing")
+        return [folder / name for name in names]
+    single = folder / "model.safetensors"
+    if not single.exists():
+        raise InputError(f"{path}: no model.safetensors (nor an index of several) in this folder")
+    return [single]
+
+
+def _renamer(hf: Any, targets: dict[str, Tensor]):
+    """Disk name -> memory name, by transformers' conversion table for this model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    table = get_model_conversion_mapping(hf)
+    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table if not isinstance(entry, WeightRenaming)]
+    known = hf.state_dict()
+
+    def rename(key: str) -> str:
+        name, converter = rename_source_key(
+            key, renamings, converters, hf.base_model_prefix, known
+        )
+        if converter is not None:
+            raise InputError(f"{key}: this checkpoint's layout needs a conversion ({converter})")
+        return name
+
+    return rename
+
+
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@torch.no_grad()
+def _receive(target: Tensor, read: Any, dtype: str, parallel: Parallel) -> None:
+    """Fill `target` (a DTensor sharded on dim 0, or a plain tensor) slice by slice."""
+    if dtype not in _DTYPES and target.is_floating_point():
+        raise InputError(f"weights of type {dtype} cannot be trained; convert them to bf16 first")
+    kind = getattr(torch, _DTYPES.get(dtype, "int64"))
+    if target.dim() == 0:
+        value = read[...].clone() if read is not None else torch.empty((), dtype=kind)
+        _share(value, parallel)
+        (target.to_local() if isinstance(target, DTensor) else target).copy_(value)
+        return
+    local, first = target, 0
+    if isinstance(target, DTensor):
+        local = target.to_local()
+        _, offsets = compute_local_shape_and_global_offset(
+            target.shape, target.device_mesh, target.placements
+        )
+        first = offsets[0]
+    rows = target.shape[0]
+    row_bytes = max(1, target[0:1].numel() * kind.itemsize) if rows else 1
+    step = max(1, SLICE_BYTES // row_bytes)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        if read is not None:
+            piece = read[start:stop]
+        else:
+            piece = torch.empty((stop - start, *target.shape[1:]), dtype=kind)
+        piece = _share(piece, parallel)
+        a, b = max(start, first), min(stop, first + local.shape[0])
+        if a < b and local.numel():
+            local[a - first : b - first].copy_(piece[a - start : b - start])
+
+
+def _share(piece: Tensor, parallel: Parallel) -> Tensor:
+    if parallel.world == 1:
+        return piece
+    piece = piece.to(parallel.device).contiguous()
+    dist.broadcast(piece, src=0)
+    return piece

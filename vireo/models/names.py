@@ -1,0 +1,60 @@
+"""Which module or parameter belongs to which part of a model, by the family's entry."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from vireo.errors import InputError
+from vireo.families import FAMILIES, Family
+
+
+def part_of(name: str, family: Family) -> str | None:
+    """The part (vision, projector, language, ...) of a parameter's name; the longest path wins."""
+    best, found = -1, None
+    for part, paths in family.parts.items():
+        for path in paths:
+            if (name == path or name.startswith(path + ".")) and len(path) > best:
+                best, found = len(path), part
+    return found
+
+
+def freeze(model: nn.Module, family: Family, parts: set[str]) -> None:
+    """Switch the gradients of `parts` off. Frozen parts hold no optimizer state."""
+    for name, parameter in model.named_parameters():
+        if part_of(name, family) in parts:
+            parameter.requires_grad_(False)
+
+
+def wrap_classes(model: nn.Module, family: Family, wanted: list[str] | None) -> tuple[set[str], str]:
+    """Class names of the layers to shard one by one, and a notice for the person ('' for none).
+
+    Names of an older layout, and of other families in a list made for several, are understood.
+    """
+    present = {type(module).__name__ for module in model.modules()}
+    mine = set(family.decoder_layers) & present
+    if not wanted:
+        return mine, ""
+    tower = sorted(set(wanted) & set(family.vision_layers))
+    if tower:
+        raise InputError(
+            f"--fsdp_auto_wrap_cls {','.join(tower)}: a layer of the vision tower, which is "
+            f"sharded by itself; name the decoder layer instead: {', '.join(sorted(mine))}"
+        )
+    old = [name for name in wanted if name in family.layer_aliases]
+    chosen = set(wanted) & mine | (mine if old else set())
+    if not chosen:
+        layers = sorted(name for name in present if name.endswith("Layer")) or sorted(mine)
+        raise InputError(
+            f"--fsdp_auto_wrap_cls {','.join(wanted)}: no such layer in this {family.name} model; "
+            f"it has {', '.join(layers)}"
+        )
+    known = {name for f in FAMILIES.values() for name in (*f.decoder_layers, *f.layer_aliases)}
+    notes = []
+    if old:
+        notes.append(f"{', '.join(old)} is the older name of {', '.join(sorted(mine))}")
+    if others := [name for name in wanted if name not in mine and name not in old]:
+        strange = [name for name in others if name not in known]
+        notes.append(
+            f"{', '.join(others)}: not in this model" + (", nor in any known family" if strange else "")
+        )
+    return chosen, "; ".join(notes)

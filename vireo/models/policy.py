@@ -1,0 +1,65 @@
+"""The module that is sharded: a Hugging Face model with log-probabilities as its forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vireo.data.ragged import IGNORE
+from vireo.families import Family
+from vireo.models.heads import token_logprobs
+
+# Batch columns that are the trainer's own and never reach the model.
+_OWN = ("labels", "loss_weight", "positions")
+
+
+class Policy(nn.Module):
+    """Wraps a model (`self.hf`) so that everything a rank computes happens inside one forward.
+
+    Sharded parameters are gathered by the forward of the outermost module; a vision tower or a head
+    called from outside it would see shards.
+    """
+
+    def __init__(self, hf: nn.Module, family: Family, dummy: dict[str, Tensor] | None):
+        super().__init__()
+        self.hf, self.family = hf, family
+        self.dummy = dummy  # one smallest image, for micro-batches without images
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """log p of every supervised token, float32 [N], in reading order of `labels`.
+
+        `inputs` is `Batch.pack()` or `Batch.pad()`. The tower runs in every micro-batch of a vision
+        family: without images it sees a blank one whose output is multiplied by zero, so that all
+        ranks run the same collectives and no result depends on which rank had images.
+        """
+        model_inputs = {n: v for n, v in inputs.items() if n not in _OWN}
+        positions = inputs["positions"]
+        if "attention_mask" in inputs and self.family.positions == "mrope":
+            positions = positions[1:]  # the text row is only for packed boundaries
+        elif self.family.positions == "1d":
+            positions = positions[0]
+        hidden = self.hf.model(
+            **model_inputs, position_ids=positions, use_cache=False
+        ).last_hidden_state
+        rows, columns = (inputs["labels"] != IGNORE).nonzero(as_tuple=True)
+        targets = inputs["labels"][rows, columns]
+        logprobs = token_logprobs(hidden[rows, columns - 1], self.hf.lm_head, targets)
+        if self.dummy is not None and "pixel_values" not in inputs:
+            logprobs = logprobs + 0.0 * self._dummy_features(hidden)
+        return logprobs
+
+    def generate(self, **options: Any) -> Tensor:
+        """`transformers`' own generation, inside the outermost module (see the class)."""
+        return self.hf.generate(**options)
+
+    def _dummy_features(self, like: Tensor) -> Tensor:
+        assert self.dummy is not None
+        images = {
+            n: v.to(like.device, like.dtype if v.is_floating_point() else None)
+            for n, v in self.dummy.items()
+        }
+        features = self.hf.model.get_image_features(**images).pooler_output
+        tensors = features if isinstance(features, (list, tuple)) else [features]
+        return torch.stack([t.float().sum() for t in tensors]).sum()

@@ -1,0 +1,32 @@
+"""What a person sees while training: one line a step, and a progress bar on a terminal."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import torch
+
+
+def memory_gb(device: torch.device) -> float:
+    """Peak memory in GB: of the GPU's allocator, or of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def step_line(record: dict[str, Any], steps: int) -> str:
+    return (
+        f"step {record['step']}/{steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
+        f"grad {record['grad_norm']:.3f}  {record['tokens_per_s']:,.0f} tok/s  "
+        f"{record['images_per_s']:,.1f} img/s  {record['memory_gb']:.2f} GB"
+    )
+
+
+def progress_bar(total: int, done: int, active: bool):
+    """A tqdm bar on rank 0 of a terminal, else one that does nothing."""
+    from tqdm import tqdm
+
+    shown = active and sys.stderr.isatty()
+    return tqdm(total=total, initial=done, disable=not shown, unit="step", dynamic_ncols=True)

@@ -1,0 +1,11 @@
+"""The "did you mean" of every unknown name: flags, file keys, commands and trainers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The name most like `name`, or None where none is alike enough to be a help."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.4)), None)

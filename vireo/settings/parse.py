@@ -1,0 +1,79 @@
+"""The normaliser: flags and a file become one nested dict, which pydantic then types."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from vireo.errors import InputError
+from vireo.settings.files import read_file
+from vireo.settings.flags import SECTIONS, Flag, find, spelling
+
+
+class Given(NamedTuple):
+    value: Any
+    name: str  # its one spelling
+    written: str  # as the person wrote it, for error texts
+
+
+def normalise(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the nested values, and dotted name -> the name as written. Flags beat the file."""
+    config, given = _from_argv(argv)
+    if config is not None:
+        given = {**_from_file(config), **given}
+    nested: dict[str, Any] = {section: {} for section in SECTIONS}
+    for dotted, entry in given.items():
+        section, _, key = dotted.rpartition(".")
+        (nested[section] if section else nested)[key] = entry.value
+    return nested, {dotted: entry.written for dotted, entry in given.items()}
+
+
+def _from_argv(argv: list[str]) -> tuple[str | None, dict[str, Given]]:
+    """`--flag value`, `--flag=value` or a bare boolean `--flag`; the same flag again replaces."""
+    tokens, config, given = deque(argv), None, dict[str, Given]()
+    while tokens:
+        written, has_value, value = tokens.popleft().partition("=")
+        if not written.startswith("--"):
+            raise InputError(f"unexpected {written!r}: a flag starts with --, a list is A,B")
+        name = spelling(written[2:])
+        flag = None if name == "config" else find(name, "flag", "--", written)
+        if not has_value:
+            if tokens and not tokens[0].startswith("--"):
+                value = tokens.popleft()
+            elif flag and flag.is_bool:
+                value = "true"
+            else:
+                raise InputError(f"{written} needs a value: {flag.type if flag else 'a file'}")
+        if flag:
+            none = flag.optional and value.lower() == "none"
+            _put(given, flag, Given(None if none else value, name, written))
+        elif config is not None:
+            raise InputError(f"{written} is given twice: settings come from one file")
+        else:
+            config = value
+    return config, given
+
+
+def _from_file(path: str) -> dict[str, Given]:
+    """Sections, dotted keys and flat names, all by the names the flags have."""
+    given: dict[str, Given] = {}
+    for key, value in read_file(path).items():
+        items = {key: value}
+        if spelling(str(key)) in SECTIONS:
+            if not isinstance(value, dict | None):
+                raise InputError(f"{key} ({path}): found {value!r:.80}, expected a section of keys")
+            items = {f"{key}.{inner}": item for inner, item in (value or {}).items()}
+        for written, item in items.items():
+            name, shown = spelling(str(written)), f"{written} ({path})"
+            flag = find(name, "key", "", shown)
+            if isinstance(item, bool) and not flag.is_bool:  # pydantic would take it for 0 or 1
+                raise InputError(f"{shown}: found {item}, expected {flag.type}")
+            _put(given, flag, Given(item, name, shown), once=True)
+    return given
+
+
+def _put(given: dict[str, Given], flag: Flag, new: Given, once: bool = False) -> None:
+    old = given.get(flag.dotted)
+    if old and (once or old.name != new.name):
+        raise InputError(f"{old.written} and {new.written} are the same setting; leave one out")
+    given[flag.dotted] = new

@@ -1,0 +1,294 @@
+"""The settings tree: every setting's name, type, bounds, default and meaning, said once.
+
+The flags, the table of `vireo settings` and the error texts are all made from this file. Rules that
+join two settings are validators here; rules that need the data, the model or the number of ranks
+are the trainer's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from vireo.settings.section import Names, Section, Text
+
+
+class ModelSettings(Section):
+    """Which model, and which parts of it learn."""
+
+    vlm_model_name_or_path: Text = Field(
+        description="Folder or Hub name of the model to train. Required."
+    )
+    processor_name_or_path: Text | None = Field(
+        default=None,
+        description="Folder or Hub name of the processor. Default: the model's folder.",
+    )
+    freeze_vision: bool = Field(default=True, description="Leave the vision tower as it is.")
+    freeze_mm_proj: bool = Field(
+        default=False,
+        description="Leave the projector between vision tower and language model as it is.",
+    )
+    chat_template: Literal["qwen", "llava", "minicpm", "llama32v"] | None = Field(
+        default=None, description="Chat template to render turns with. Default: the model's own."
+    )
+
+
+class DataSettings(Section):
+    """Which rows, and how they become examples."""
+
+    train_file: Text | None = Field(
+        default=None, description="Data file with the rows to train on."
+    )
+    eval_file: Text | None = Field(
+        default=None, description="Data file with the rows to evaluate on. Default: no evaluation."
+    )
+    image_root: Text | None = Field(
+        default=None,
+        description="Folder that image paths start from. Default: the data file's folder.",
+    )
+    image_size: int | None = Field(
+        default=None, ge=1, description="Size of an image in pixels. Default: the processor's own."
+    )
+    image_strategy: Literal["longest", "pad_square"] = Field(
+        default="longest",
+        description="How an image meets its size: scale the longest side, or pad to a square.",
+    )
+    pack_multi_image: bool = Field(
+        default=True, description="Let rows with several images share a packed micro-batch."
+    )
+    max_length: int | None = Field(
+        default=None,
+        ge=1,
+        description="Longest row in tokens; a longer one is refused, never cut. "
+        "Default: the model's limit.",
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        default="error",
+        description="What a refused row does: stop the run, or be skipped and listed.",
+    )
+    # `validate` is taken by pydantic, so only the attribute is named otherwise.
+    validate_rows: Literal["lazy", "full"] = Field(
+        default="lazy",
+        alias="validate",
+        description="When images and lengths are checked: as rows are read, or all at the start.",
+    )
+    num_workers: int = Field(
+        default=2,
+        ge=0,
+        description="Processes that read rows ahead, per rank. 0: in the trainer itself.",
+    )
+    shuffle: bool = Field(
+        default=True, description="Take the rows of each epoch in a new random order."
+    )
+
+
+class BatchSettings(Section):
+    """How many rows or tokens a micro-batch and an optimizer step hold."""
+
+    per_device_train_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows of one micro-batch on one rank. "
+        "Default: 1 when max_tokens_per_gpu is not set.",
+    )
+    grad_accum_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Micro-batches of one optimizer step. Default: as global_batch_size needs.",
+    )
+    global_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows of one optimizer step over all ranks. "
+        "Default: ranks times grad_accum_steps micro-batches.",
+    )
+    max_tokens_per_gpu: int | None = Field(
+        default=None,
+        ge=1,
+        description="Packed tokens of one micro-batch at most, in place of a number of rows.",
+    )
+    packing: bool | None = Field(
+        default=None,
+        description="Join rows into one sequence instead of padding them. "
+        "Default: where the model family can be packed.",
+    )
+
+    @model_validator(mode="after")
+    def _rules(self) -> BatchSettings:
+        if self.max_tokens_per_gpu is None:
+            return self
+        if self.per_device_train_batch_size is not None:
+            raise ValueError(
+                "--per_device_train_batch_size and --max_tokens_per_gpu exclude each other: "
+                "a micro-batch is sized by rows or by tokens; leave one out"
+            )
+        if self.packing is False:
+            raise ValueError(
+                "--packing false and --max_tokens_per_gpu exclude each other: a budget of tokens "
+                "is filled by packing; leave one out"
+            )
+        if self.global_batch_size is None:
+            raise ValueError(
+                "--max_tokens_per_gpu needs --global_batch_size: a budget of tokens does not say "
+                "how many rows an optimizer step has"
+            )
+        return self
+
+
+class OptimSettings(Section):
+    """AdamW, its schedule, and when the run ends."""
+
+    lr: float = Field(
+        default=1e-5, ge=0, description="Highest learning rate, reached after the warm-up."
+    )
+    lr_scheduler: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="How the learning rate falls after the warm-up."
+    )
+    warmup_ratio: float = Field(
+        default=0.03, ge=0, le=1, description="Share of all optimizer steps spent warming up."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay. 0: none.")
+    adam_beta1: float = Field(
+        default=0.9, ge=0, lt=1, description="AdamW's decay of the mean gradient."
+    )
+    adam_beta2: float = Field(
+        default=0.999, ge=0, lt=1, description="AdamW's decay of the mean squared gradient."
+    )
+    adam_eps: float = Field(
+        default=1e-8, gt=0, description="AdamW's term that keeps the division from zero."
+    )
+    clip_grad_norm: float = Field(
+        default=1.0, ge=0, description="Gradients with a larger norm are scaled down to it. 0: off."
+    )
+    max_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps after which the run ends. Default: no limit.",
+    )
+    num_epochs: int | None = Field(
+        default=None,
+        ge=1,
+        description="Passes over the data after which the run ends. Default: 1 without max_steps; "
+        "with both, the first to come.",
+    )
+
+
+class FsdpSettings(Section):
+    """How the model is spread over ranks, and what that costs in memory."""
+
+    enable: bool = Field(default=True, description="Shard the model over the ranks with FSDP2.")
+    sharding: Literal["full", "hybrid"] = Field(
+        default="full",
+        description="Shard over all ranks, or within groups that each hold a whole copy.",
+    )
+    shard_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Ranks of one group under hybrid sharding. Default: the ranks of one host.",
+    )
+    mp_dtype: Literal["bf16", "fp32"] | None = Field(
+        default=None,
+        description="Number format of the computation; master weights stay fp32. "
+        "Default: bf16 on CUDA, fp32 on CPU.",
+    )
+    auto_wrap_cls: Names | None = Field(
+        default=None,
+        description="Layer classes that are sharded one by one. Default: the family's own.",
+    )
+    checkpoint: Literal["sharded", "full"] = Field(
+        default="sharded",
+        description="Checkpoints as one file per rank, or gathered into whole tensors.",
+    )
+    grad_ckpt: bool = Field(
+        default=False,
+        description="Recompute activations in the backward pass: less memory, more time.",
+    )
+
+    @model_validator(mode="after")
+    def _rules(self) -> FsdpSettings:
+        if self.sharding == "hybrid" and not self.enable:
+            raise ValueError(
+                "--fsdp_sharding hybrid needs --fsdp_enable true: without FSDP nothing is sharded"
+            )
+        return self
+
+
+class LoraSettings(Section):
+    """Low-rank adapters in place of training whole weights."""
+
+    r: int = Field(
+        default=0, ge=0, description="Rank of the adapters. 0: no LoRA, train the weights."
+    )
+    alpha: int = Field(
+        default=16, ge=1, description="Scale of the adapters: they count alpha / r times."
+    )
+    dropout: float = Field(default=0.0, ge=0, le=1, description="Share of adapter inputs dropped.")
+    target_modules: Names | None = Field(
+        default=None,
+        description="Modules that get an adapter. Default: the language model's linear ones.",
+    )
+    ignore_modules: Names | None = Field(
+        default=None,
+        description="Modules that get no adapter even where they are targets. Default: none.",
+    )
+
+
+class RunSettings(Section):
+    """Where a run writes, what it repeats, and how often it logs, evaluates and saves."""
+
+    output_dir: Text | None = Field(
+        default=None,
+        description="Folder of the run. Default: runs/NAME, NAME being trainer and time.",
+    )
+    save_dir: Text | None = Field(
+        default=None,
+        description="Folder of the checkpoints. Default: checkpoints/ in the run's folder.",
+    )
+    resume: Text | None = Field(
+        default=None,
+        description="Checkpoint to go on from: a path, or auto for the newest in save_dir. "
+        "Default: start afresh.",
+    )
+    seed: int = Field(
+        default=42, ge=0, description="Seed of every random choice: order, dropout, sampling."
+    )
+    logging_steps: int = Field(
+        default=1, ge=1, description="Optimizer steps between two logged records."
+    )
+    eval_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Optimizer steps between two evaluations. 0: only at the end, if eval_file is "
+        "given.",
+    )
+    save_steps: int = Field(
+        default=0, ge=0, description="Optimizer steps between two checkpoints. 0: only at the end."
+    )
+    keep_checkpoints: int = Field(
+        default=0, ge=0, description="Checkpoints kept; older ones are removed. 0: all."
+    )
+    eval_samples: int = Field(
+        default=8, ge=0, description="Rows answered by generation at each evaluation. 0: none."
+    )
+    max_new_tokens: int = Field(default=64, ge=1, description="Longest generated answer in tokens.")
+
+
+class Settings(Section):
+    """All settings of one run. Plain data: it compares, pickles, and is written as YAML."""
+
+    trainer: Text = Field(default="fsdp_vlm", description="Trainer that runs.")
+    debug: bool = Field(default=False, description="Show the traceback of an error too.")
+    model: ModelSettings
+    data: DataSettings = Field(default_factory=DataSettings)
+    batch: BatchSettings = Field(default_factory=BatchSettings)
+    optim: OptimSettings = Field(default_factory=OptimSettings)
+    fsdp: FsdpSettings = Field(default_factory=FsdpSettings)
+    lora: LoraSettings = Field(default_factory=LoraSettings)
+    run: RunSettings = Field(default_factory=RunSettings)
+
+    def to_yaml(self) -> str:
+        """Every setting with its value, in a form that `--config` reads back to an equal object."""
+        import yaml
+
+        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)

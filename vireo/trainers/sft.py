@@ -1,0 +1,337 @@
+"""Supervised fine-tuning, top to bottom: rows -> examples -> micro-batches -> steps -> checkpoint.
+
+Shared by the trainers `fsdp_vlm` (vision-language models) and `fsdp` (text models).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vireo import parallel as parallel_module
+from vireo.data.conversation import Conversation, Text, Turn, read_rows
+from vireo.data.loader import Plan, StepLoader
+from vireo.data.packing import by_rows, by_tokens
+from vireo.data.ragged import Batch
+from vireo.data.render import Renderer
+from vireo.errors import InputError, RowError
+from vireo.evaluation import accuracy, held_out_loss, policy_answers
+from vireo.hub import local_folder
+from vireo.models.build import ModelSpec, build_policy
+from vireo.parallel import Parallel
+from vireo.report.console import memory_gb, progress_bar, step_line
+from vireo.report.run_folder import RunFolder
+from vireo.settings import Settings
+from vireo.trainers.setup import find_checkpoint, run_paths, step_size, total_steps
+from vireo.training import checkpoint
+from vireo.training.engine import TrainEngine
+from vireo.training.export import copy_side_files
+from vireo.training.optimizer import adamw, schedule
+
+
+def run(settings: Settings, *, vision: bool) -> None:
+    """One run, from settings to the final checkpoint; every rank calls it."""
+    parallel = parallel_module.start(
+        settings.fsdp.enable, settings.fsdp.sharding, settings.fsdp.shard_size
+    )
+    try:
+        Sft(settings, parallel, vision).run()
+    finally:
+        parallel.close()
+
+
+class Sft:
+    """The parts of a run and its loop."""
+
+    def __init__(self, settings: Settings, parallel: Parallel, vision: bool):
+        self.settings, self.parallel = settings, parallel
+        if settings.lora.r:
+            raise InputError("--lora_r: adapters are not built yet; leave the lora settings out")
+        random.seed(settings.run.seed + parallel.rank)
+        torch.manual_seed(settings.run.seed + parallel.rank)
+        self.model_folder = local_folder(settings.model.vlm_model_name_or_path)
+        processor = settings.model.processor_name_or_path
+        self.processor_folder = local_folder(processor) if processor else self.model_folder
+        data = settings.data
+        self.renderer = Renderer(
+            self.model_folder,
+            self.processor_folder,
+            chat_template=settings.model.chat_template,
+            image_size=data.image_size,
+            image_strategy=data.image_strategy,
+            max_length=data.max_length,
+            many_images=data.pack_multi_image,
+        )
+        self.family = self.renderer.family
+        if vision != self.family.has_vision:
+            raise InputError(
+                f"{self.model_folder} is a {'text' if vision else 'vision-language'} model "
+                f"({self.family.name}): use --trainer {'fsdp' if vision else 'fsdp_vlm'}"
+            )
+        self.packing = settings.batch.packing
+        if self.packing is None:
+            self.packing = self.family.can_pack
+        if self.packing and not self.family.can_pack:
+            raise InputError(f"{self.family.name} rows cannot be packed: set --packing false")
+        if data.train_file is None:
+            raise InputError("--train_file is missing")
+        self.rows = self._read(data.train_file)
+        self.eval_rows = self._read(data.eval_file) if data.eval_file else []
+        self.output, self.saves = run_paths(settings, parallel)
+        self.start_from = find_checkpoint(settings, self.saves, parallel)
+        done = checkpoint.read_progress(self.start_from) if self.start_from else {}
+        self.size, notice = step_size(settings.batch, parallel.world, done.get("global_batch"))
+        self._check_data_unchanged(done)
+        self.folder = RunFolder(
+            self.output, settings.to_yaml(), parallel.main, done.get("step") if done else None
+        )
+        self.notices = [notice] if notice else []
+        self.plan = Plan(
+            len(self.rows), self.size.rows, self.size.chunk, settings.run.seed, data.shuffle
+        )
+        self.steps = total_steps(settings.optim, self.plan.steps_per_epoch)
+        self.skipped: list[str] = done.get("skipped", [])
+        if not done:
+            self.skipped += [str(error) for error in self.rows.skipped]
+        self.step, self.position = done.get("step", 0), done.get("position", 0)
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        settings, parallel = self.settings, self.parallel
+        if settings.data.validate_rows == "full":
+            self._validate_all()
+        engine = self._build()
+        self._greet(engine)
+        rate = schedule(
+            settings.optim.lr_scheduler, settings.optim.lr, self.steps, settings.optim.warmup_ratio
+        )
+        loader = StepLoader(
+            self.rows,
+            self.renderer,
+            self.plan,
+            rank=parallel.rank,
+            world=parallel.world,
+            start=self.position,
+            stop=self.plan.position(self.steps),
+            workers=settings.data.num_workers,
+        )
+        bar = progress_bar(self.steps, self.step, parallel.main)
+        clock = time.perf_counter()
+        saved = evaluated = -1
+        for item in loader:
+            self._refuse(item.refused)
+            lr = rate(self.step)
+            result = engine.step(self._micro_batches(item.examples), lr)
+            self.step, self.position = self.step + 1, item.position
+            now = time.perf_counter()
+            seconds, clock = now - clock, now
+            record = {
+                "step": self.step,
+                "loss": result.loss,
+                "lr": lr,
+                "grad_norm": result.grad_norm,
+                "epoch": self.position / self.plan.rows,
+                "rows": result.rows,
+                "tokens": result.tokens,
+                "supervised_tokens": result.supervised,
+                "images": result.images,
+                "skipped_rows": len(self.skipped),
+                "seconds": seconds,
+                "tokens_per_s": result.tokens / seconds,
+                "images_per_s": result.images / seconds,
+                "memory_gb": memory_gb(parallel.device),
+            }
+            if self.step % settings.run.logging_steps == 0 or self.step == self.steps:
+                self.folder.metrics(record)
+                bar.clear()
+                self.folder.say(step_line(record, self.steps))
+            bar.update()
+            if settings.run.save_steps and self.step % settings.run.save_steps == 0:
+                saved = self._save(engine)
+            if settings.run.eval_steps and self.step % settings.run.eval_steps == 0:
+                evaluated = self._evaluate(engine)
+            clock = time.perf_counter() if self.step in (saved, evaluated) else clock
+        bar.close()
+        if self.eval_rows and evaluated != self.step:
+            self._evaluate(engine)
+        if saved != self.step and (self.start_from is None or self.step != self._started_at):
+            self._save(engine)
+        self.folder.say(f"done: {self.step} steps, run folder {self.output}")
+
+    def _micro_batches(self, examples: list) -> list[Batch]:
+        if self.settings.batch.max_tokens_per_gpu is not None:
+            return by_tokens(examples, self.settings.batch.max_tokens_per_gpu)
+        return by_rows(examples, self.size.chunk)
+
+    # -- parts -------------------------------------------------------------------------------
+
+    def _build(self) -> TrainEngine:
+        settings, parallel = self.settings, self.parallel
+        wanted = settings.fsdp.mp_dtype or ("bf16" if parallel.device.type == "cuda" else "fp32")
+        dtype = torch.bfloat16 if wanted == "bf16" else torch.float32
+        frozen = {"vision"} if settings.model.freeze_vision else set()
+        frozen |= {"projector"} if settings.model.freeze_mm_proj else set()
+        spec = ModelSpec(
+            self.model_folder,
+            frozen=frozenset(frozen),
+            dtype=dtype,
+            shard=settings.fsdp.enable,
+            recompute=settings.fsdp.grad_ckpt,
+            wrap=tuple(settings.fsdp.auto_wrap_cls) if settings.fsdp.auto_wrap_cls else None,
+        )
+        dummy = self.renderer.dummy() if self.family.has_vision else None
+        policy, notice = build_policy(
+            spec, self.renderer.config, self.family, parallel, dummy, load=self.start_from is None
+        )
+        if notice:
+            self.notices.append(f"--fsdp_auto_wrap_cls: {notice}")
+        optim = settings.optim
+        optimizer = adamw(
+            policy,
+            lr=optim.lr,
+            betas=(optim.adam_beta1, optim.adam_beta2),
+            eps=optim.adam_eps,
+            weight_decay=optim.weight_decay,
+        )
+        self._started_at = self.step
+        if self.start_from is not None:
+            checkpoint.load(self.start_from, policy, optimizer, parallel)
+        return TrainEngine(
+            policy,
+            optimizer,
+            parallel,
+            empty=self._empty_batch(),
+            packing=bool(self.packing),
+            pad_id=self.renderer.pad_id,
+            clip_grad_norm=optim.clip_grad_norm,
+            autocast=dtype if dtype != torch.float32 and not settings.fsdp.enable else None,
+        )
+
+    def _empty_batch(self) -> Batch:
+        turns = (Turn("user", (Text("."),)), Turn("assistant", (Text("."),)))
+        return Batch.of([self.renderer.example(Conversation(turns, where="an empty micro-batch"))])
+
+    def _evaluate(self, engine: TrainEngine) -> int:
+        run = self.settings.run
+        loss = held_out_loss(engine, self.renderer, self.eval_rows, self.size.chunk)
+        record: dict[str, Any] = {"step": self.step, "eval_loss": loss}
+        line = f"eval at step {self.step}: loss {loss:.4f}"
+        shown = [self.eval_rows[i] for i in range(min(run.eval_samples, len(self.eval_rows)))]
+        if shown:
+            answers = policy_answers(engine, self.renderer, shown, run.max_new_tokens)
+            record["eval_exact_match"] = accuracy(answers)
+            line += f"  exact match {accuracy(answers):.3f} of {len(answers)}"
+            if self.parallel.main:
+                pictures = [self.renderer.pictures(row) for row in shown]
+                self.folder.samples(self.step, answers, pictures)
+        self.folder.metrics(record)
+        self.folder.say(line)
+        return self.step
+
+    def _save(self, engine: TrainEngine) -> int:
+        started = time.perf_counter()
+        path = checkpoint.save(
+            self.saves,
+            engine.policy,
+            engine.optimizer,
+            self.parallel,
+            {
+                "step": self.step,
+                "position": self.position,
+                "rows": self.plan.rows,
+                "global_batch": self.size.rows,
+                "skipped": self.skipped,
+                "settings": self.settings.model_dump(mode="json", by_alias=True),
+            },
+            self._write_hf,
+            full=self.settings.fsdp.checkpoint == "full",
+        )
+        if self.parallel.main:
+            checkpoint.prune(self.saves, self.settings.run.keep_checkpoints)
+        self.folder.say(f"saved {path} in {time.perf_counter() - started:.1f} s")
+        return self.step
+
+    def _write_hf(self, out: Path) -> None:
+        """The small files of the model folder, with the chat template that was trained on."""
+        copy_side_files([Path(self.model_folder), Path(self.processor_folder)], out)
+        if self.settings.model.chat_template is not None:
+            (out / "chat_template.jinja").write_text(self.renderer.template.template)
+
+    # -- data --------------------------------------------------------------------------------
+
+    def _read(self, file: str) -> Any:
+        data = self.settings.data
+        rows = read_rows(
+            file,
+            image_root=data.image_root,
+            on_bad_row=data.on_bad_row,
+            progress=self.parallel.main,
+        )
+        if len(rows) == 0:
+            raise InputError(f"{file} has no row that can be used")
+        return rows
+
+    def _refuse(self, refused: list[RowError]) -> None:
+        """Skip and count rows refused on any rank, or stop every rank with the first of them."""
+        if not self.parallel.max([len(refused)])[0]:
+            return
+        everywhere = [error for part in self.parallel.gather(refused) for error in part]
+        if self.settings.data.on_bad_row == "error":
+            raise everywhere[0]
+        for error in everywhere:
+            self.skipped.append(str(error))
+            self.folder.say(f"skipped {error}")
+
+    def _validate_all(self) -> None:
+        """Render every row once, shared out over the ranks, before the model is built."""
+        refused = []
+        for rows in (self.rows, self.eval_rows):
+            for i in range(self.parallel.rank, len(rows), self.parallel.world):
+                try:
+                    self.renderer.example(rows[i])
+                except RowError as error:
+                    refused.append(error)
+                    if self.settings.data.on_bad_row == "error":
+                        break
+        everywhere = [error for part in self.parallel.gather(refused) for error in part]
+        if everywhere and self.settings.data.on_bad_row == "error":
+            raise everywhere[0]
+        self.notices.append(f"--validate full: {len(everywhere)} rows will be skipped")
+
+    def _check_data_unchanged(self, done: dict[str, Any]) -> None:
+        if done and done["rows"] != len(self.rows):
+            raise InputError(
+                f"{self.start_from} was trained on {done['rows']} rows, "
+                f"{self.settings.data.train_file} has {len(self.rows)}: a position in the data "
+                "means nothing there; resume with the same file"
+            )
+
+    def _greet(self, engine: TrainEngine) -> None:
+        policy = engine.policy
+        total = sum(p.numel() for p in policy.parameters())
+        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        say = self.folder.say
+        say(f"run folder {self.output}, checkpoints in {self.saves}")
+        say(
+            f"{self.family.name}: {total / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M trained; "
+            f"{self.parallel.world} rank(s) on {self.parallel.device.type}; "
+            f"rows {'packed' if self.packing else 'padded'}"
+        )
+        say(
+            f"{len(self.rows)} rows ({len(self.rows.skipped)} skipped at start), "
+            f"{self.size.rows} rows a step, {self.steps} steps"
+        )
+        for error in self.rows.skipped[:5]:
+            say(f"skipped {error}")
+        if self.start_from is not None:
+            say(f"resumed from {self.start_from} at step {self.step}")
+        for notice in self.notices:
+            say(f"note: {notice}")
+
+
+

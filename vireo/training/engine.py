@@ -1,0 +1,154 @@
+"""The train engine: micro-batches in, one optimizer step or log-probabilities out.
+
+Loss of a step = sum of weighted token losses / sum of token weights, over all ranks and all
+micro-batches, so that the same rows give the same gradient however they are dealt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from vireo.data.ragged import IGNORE, Batch
+from vireo.errors import VireoError
+from vireo.models.policy import Policy
+from vireo.parallel import Parallel
+
+
+@dataclass
+class StepResult:
+    """Over all ranks: `loss` per unit of token weight; counts of the step's own rows."""
+
+    loss: float
+    grad_norm: float
+    rows: int
+    tokens: int
+    supervised: int
+    images: int
+
+
+class TrainEngine:
+    """A sharded policy with its optimizer.
+
+    `packing`: rows of a micro-batch end to end in one sequence, else padded to the longest.
+    `empty`: a micro-batch without loss, run by a rank that has nothing left while others have.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        parallel: Parallel,
+        *,
+        empty: Batch,
+        packing: bool,
+        pad_id: int,
+        clip_grad_norm: float = 0.0,
+        autocast: torch.dtype | None = None,
+    ):
+        self.policy, self.optimizer, self.parallel = policy, optimizer, parallel
+        self.empty, self.packing, self.pad_id = empty, packing, pad_id
+        self.clip_grad_norm, self.autocast = clip_grad_norm, autocast
+
+    def step(self, micro_batches: Sequence[Batch], lr: float) -> StepResult:
+        """Forward and backward of this rank's micro-batches, then one optimizer step.
+
+        Every rank calls it the same number of times; ranks with fewer micro-batches run empty
+        ones. Raises VireoError on every rank if the loss or the gradient is not finite.
+        """
+        self.policy.train()
+        weight, rows, tokens, supervised, images = self.parallel.sum(
+            [
+                sum(_weight(batch) for batch in micro_batches),
+                sum(len(batch) for batch in micro_batches),
+                sum(batch.tokens for batch in micro_batches),
+                sum(_supervised(batch) for batch in micro_batches),
+                sum(sum(batch.images) for batch in micro_batches),
+            ]
+        )
+        count = int(self.parallel.max([len(micro_batches)])[0])
+        loss_sum = self.accumulate(micro_batches, count, weight)
+        norm = self.clip()
+        loss = self.parallel.sum([loss_sum])[0] / max(weight, 1e-12)
+        if not (torch.isfinite(torch.tensor(loss)) and torch.isfinite(torch.tensor(norm))):
+            self.optimizer.zero_grad()
+            raise VireoError(
+                f"the loss is {loss} and the gradient norm {norm}: lower --lr, or look at the "
+                f"rows of this step"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepResult(loss, norm, int(rows), int(tokens), int(supervised), int(images))
+
+    def accumulate(self, micro_batches: Sequence[Batch], count: int, weight: float) -> float:
+        """Gradients of `count` micro-batches on every rank; the sum of this rank's token losses."""
+        total = torch.zeros((), device=self.parallel.device)
+        # FSDP2 averages gradients over ranks; the loss is a sum over ranks.
+        scale = self.parallel.world / max(weight, 1e-12)
+        for i in range(count):
+            batch = micro_batches[i] if i < len(micro_batches) else self.empty
+            last = i == count - 1
+            if isinstance(self.policy, FSDPModule):
+                self.policy.set_requires_gradient_sync(last)
+                self.policy.set_is_last_backward(last)
+            logprobs, weights = self.forward(batch)
+            loss = -(logprobs * weights).sum()
+            if i >= len(micro_batches):
+                loss = loss * 0.0
+            (loss * scale).backward()
+            total += loss.detach()
+        return float(total)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and loss weights of the supervised tokens, float32 [N] each."""
+        batch = batch.to(self.parallel.device)
+        inputs = batch.pack() if self.packing else batch.pad(self.pad_id)
+        context: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if self.autocast is not None:
+            context = torch.autocast(self.parallel.device.type, self.autocast)
+        with context:
+            logprobs = self.policy(inputs)
+        return logprobs, inputs["loss_weight"][inputs["labels"] != IGNORE]
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Batch]) -> tuple[float, float]:
+        """(sum of weighted token losses, sum of weights) over all ranks, without gradients."""
+        self.policy.eval()
+        total = weight = 0.0
+        count = int(self.parallel.max([len(micro_batches)])[0])
+        for i in range(count):
+            logprobs, weights = self.forward(micro_batches[i] if i < len(micro_batches) else self.empty)
+            if i < len(micro_batches):
+                total -= float((logprobs * weights).sum())
+                weight += float(weights.sum())
+        sums = self.parallel.sum([total, weight])
+        return sums[0], sums[1]
+
+    def clip(self) -> float:
+        """The norm of all gradients over all ranks; scales them down to `clip_grad_norm`."""
+        parameters = [p for p in self.policy.parameters() if p.grad is not None]
+        limit = self.clip_grad_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of every parameter, one at a time; collective on all ranks."""
+        for name, parameter in self.policy.hf.named_parameters():
+            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _weight(batch: Batch) -> float:
+    rows = batch.columns["loss_weight"].rows
+    return float(sum(row.double().sum() for row in rows if row is not None))
+
+
+def _supervised(batch: Batch) -> int:
+    return sum(int((row != IGNORE).sum()) for row in batch.columns["labels"].rows if row is not None)
