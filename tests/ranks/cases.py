@@ -15,6 +15,7 @@ from vireo.data.conversation import Conversation, Text, Turn, read_rows
 from vireo.data.packing import by_rows, share
 from vireo.data.ragged import Batch, Example
 from vireo.data.render import Renderer
+from vireo.models.names import named_parameters
 from vireo.models.build import ModelSpec, build_policy
 from vireo.training.engine import TrainEngine
 from vireo.training.optimizer import adamw
@@ -67,7 +68,7 @@ def gradients(engine: TrainEngine, micro_batches: list[Batch]) -> dict[str, torc
     engine.optimizer.zero_grad()
     engine.accumulate(micro_batches, count, weight)
     out = {}
-    for name, parameter in engine.policy.hf.named_parameters():
+    for name, parameter in named_parameters(engine.policy.hf):
         if parameter.grad is not None:
             grad = parameter.grad
             out[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()

@@ -61,11 +61,12 @@ _LLAVA = """
 """
 
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_LLAMA_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 # name: (template, default system turn, text after an image, control tokens it writes)
 _NAMED = {
     "qwen": (_CHATML, "You are a helpful assistant.", "", _CHATML_TOKENS),
     "minicpm": (_CHATML, "", "\n", _CHATML_TOKENS),
-    "llama32v": (_LLAMA, "", "", ("<|begin_of_text|>", "<|start_header_id|>", "<|eot_id|>")),
+    "llama32v": (_LLAMA, "", "", _LLAMA_TOKENS),
     "llava": (_LLAVA, "", "", ()),
 }
 

@@ -103,6 +103,9 @@ def ends_early(stream: BinaryIO, name: str | None) -> bool:
     not tell "cut short" from "damaged".
     """
     if name == "PNG":
+        stream.seek(0)
+        if stream.read(8) != b"\x89PNG\r\n\x1a\n":
+            return False  # damaged from its first bytes on
         return all(kind != b"IEND" for kind, _, _ in png_chunks(stream))
     if name == "GIF":
         return _gif_ends_early(stream)

@@ -1,4 +1,4 @@
-"""The only image decoder: every picture that a model sees, in training and in rollout, is made here.
+"""The only image decoder: every picture that a model sees, in training and rollout, is made here.
 
 The rules (EXIF, alpha, 16 bits, frames, what is refused) are in docs/data.md.
 """
@@ -154,9 +154,8 @@ def _refusal(
             return ImageError("unsupported_format", text)
         error = _plugin_error(stream, found) or error
     reason = _reason(error)
-    if reason == "corrupt" and stream is not None:
-        if formats.ends_early(stream, found) or _strips_end_early(image, stream):
-            reason = "truncated"
+    if reason == "corrupt" and stream is not None and _ends_early(stream, found, image):
+        reason = "truncated"
     return ImageError(reason, f"image {name} is {_WORDS[reason]}: {str(error)[:200]}")
 
 
@@ -188,8 +187,10 @@ def _reason(error: Exception) -> str:
     return "corrupt"
 
 
-def _strips_end_early(image: Image.Image | None, stream: BinaryIO) -> bool:
-    """Whether a TIFF points to pixels behind its end."""
+def _ends_early(stream: BinaryIO, found: str | None, image: Image.Image | None) -> bool:
+    """Whether the container, or a TIFF's table of strips, counts on more bytes than there are."""
+    if formats.ends_early(stream, found):
+        return True
     tags = getattr(image, "tag_v2", {})
     end = stream.seek(0, 2)
     for starts, sizes in ((273, 279), (324, 325)):  # strips, tiles

@@ -1,6 +1,6 @@
-"""A data file of JSON lines or one JSON array, plain or gzipped, as rows by their place in the file.
+"""A data file of JSON lines or one JSON array, plain or gzipped: rows by their place in it.
 
-Nothing but places is kept, so a file may be larger than the memory.
+No row is kept, so a file may be larger than the memory.
 """
 
 from __future__ import annotations
@@ -49,13 +49,11 @@ class JsonFile:
             raise RowError("encoding", "the text is not UTF-8 but UTF-16 or 32", self.name)
         start = len(_BOM) if head.startswith(_BOM) else 0
         file.seek(start)
-        blank = 0
         for raw in file:
-            text = raw.strip()
-            if text:
+            if not raw.isspace():
                 file.seek(start)
-                return self._array(file, start) if text[:1] == b"[" else self._lines(file, start)
-            blank += 1
+                is_array = raw.lstrip().startswith(b"[")
+                return self._array(file, start) if is_array else self._lines(file, start)
         raise RowError("no_rows", "the file is empty", self.name)
 
     def read(self, at: At) -> Any:
@@ -67,13 +65,15 @@ class JsonFile:
 
     def _open(self) -> BinaryIO:
         if self._file is None:
-            file = open(self.path, "rb", buffering=_CHUNK)
-            self._file = self._unpacked(file) if file.peek(2)[:2] == b"\x1f\x8b" else file
+            file = open(self.path, "rb", buffering=_CHUNK)  # noqa: SIM115 (it stays open)
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            self._file = self._unpacked(file) if packed else file
         return self._file
 
-    def _unpacked(self, packed: BinaryIO) -> BinaryIO:
+    def _unpacked(self, packed: BinaryIO) -> Any:
         """A nameless temporary file with what gzip holds: places need one that can be sought."""
-        plain = tempfile.TemporaryFile(buffering=_CHUNK)
+        plain = tempfile.TemporaryFile(buffering=_CHUNK)  # noqa: SIM115 (it stays open)
         try:
             with packed, gzip.open(packed) as content:
                 shutil.copyfileobj(content, plain, _CHUNK)
@@ -129,14 +129,20 @@ class JsonFile:
         window = _Window(file, start)
         window.skip(1)  # the bracket
         row = 0
-        while (window.next() != "]" or row) and not (row and window.next() == "]"):
-            if row:
-                self._expect(window, ",")
-            line = window.line if window.next() else window.line
+        while row or window.next() != "]":
+            window.next()
+            line = window.line
             value, size = self._element(window)
             yield (window.start, size, row, line), value
             window.skip(size)
             row += 1
+            mark = window.next()
+            if mark == "]":
+                break
+            if mark != ",":
+                what = f"expected ',' or ']', found {mark!r}" if mark else "the array is cut off"
+                raise self._broken(window, what)
+            window.skip(1)
         window.skip(1)
         if window.next():
             raise self._broken(window, "there is more behind the end of the array")
@@ -168,13 +174,6 @@ class JsonFile:
             except RowError as error:
                 value = error
             return value, end - at
-
-    def _expect(self, window: _Window, mark: str) -> None:
-        found = window.next()
-        if found != mark:
-            what = f"expected {mark!r} or ']', found {found!r}" if found else "the array is cut off"
-            raise self._broken(window, what)
-        window.skip(1)
 
     def _broken(self, window: _Window, what: str) -> RowError:
         place = f"{self.name} line {window.line}"
@@ -252,7 +251,10 @@ def _check_keys(text: str, value: Any) -> None:
         if isinstance(turns, list):
             expected += sum([len(turn) for turn in turns if isinstance(turn, dict)])
     if text.count('":') != expected:
-        json.loads(text, object_pairs_hook=_without_twins)
+        try:
+            json.loads(text, object_pairs_hook=_without_twins)
+        except RecursionError as error:
+            raise RowError("json", "not valid JSON for Python: too many brackets") from error
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

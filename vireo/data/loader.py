@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -87,6 +88,7 @@ class StepLoader:
             num_workers=workers,
             prefetch_factor=max(4, 2 * plan.per_step // (world * workers)) if workers else None,
             multiprocessing_context="fork" if workers else None,
+            generator=torch.Generator(),  # starting to read leaves the run's random state alone
         )
 
     def steps(self) -> Iterator[tuple[list[int], int]]:
@@ -112,10 +114,24 @@ class StepLoader:
         for mine, end in self.steps():
             got = [next(stream) for _ in mine]
             yield StepRows(
-                [item for item in got if isinstance(item, Example)],
+                [item.example() for item in got if isinstance(item, _Sent)],
                 [item for item in got if isinstance(item, RowError)],
                 end,
             )
+
+
+class _Sent:
+    """An example on its way from a worker, as arrays.
+
+    A tensor that crosses processes holds a file open, so a few hundred rows would run out of them.
+    """
+
+    def __init__(self, example: Example):
+        self.arrays: dict[str, np.ndarray] = {n: v.numpy() for n, v in example.fields.items()}
+        self.rest = example.keys, example.images, example.where
+
+    def example(self) -> Example:
+        return Example({n: torch.from_numpy(v) for n, v in self.arrays.items()}, *self.rest)
 
 
 class _Rendered(Dataset):
@@ -125,9 +141,9 @@ class _Rendered(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Example | RowError:
+    def __getitem__(self, index: int) -> _Sent | RowError:
         try:
-            return self.renderer.example(self.rows[index])
+            return _Sent(self.renderer.example(self.rows[index]))
         except RowError as error:
             return error
 

@@ -40,7 +40,7 @@ def upright_rgb(image: Image.Image) -> Image.Image:
     Raises ImageError `unsupported_mode` where the value of white is unknown (floats, 32 bits), and
     what Pillow raises for damaged data.
     """
-    first = image.tile[0] if getattr(image, "tile", None) else None
+    first = next(iter(getattr(image, "tile", ())), None)
     image.load()
     rgb = _rgb(image, _sample_bits(first))
     if image.format == "GIF" and first and first.extents not in (None, (0, 0, *image.size)):
@@ -75,7 +75,6 @@ def _rgb(image: Image.Image, bits: int) -> Image.Image:
         return _clear_key(image, key, bits)
     if mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
         image = ImageChops.invert(image)  # Pillow takes every CMYK JPEG for Adobe's negative
-    image.info.pop("transparency", None)
     return image.convert("RGB") if mode != "RGB" else image
 
 
@@ -99,15 +98,11 @@ def _clear_key(image: Image.Image, key: int | tuple, bits: int) -> Image.Image:
     keys = np.array(key if isinstance(key, tuple) else (key,) * 3, dtype=np.int64)
     if image.mode != "1":  # Pillow gives the key of a 1-bit picture in 8 bits
         keys = keys >> 8 if bits == 16 else (keys & (1 << bits) - 1) * 255 // ((1 << bits) - 1)
-    pixels = np.array(image.convert("L").convert("RGB") if image.mode == "1" else _plain(image))
+    plain = image.copy()
+    plain.info = {}  # or Pillow converts the key as well
+    pixels = np.array(plain.convert("RGB"))
     pixels[(pixels == keys).all(axis=-1)] = 255
     return Image.fromarray(pixels)
-
-
-def _plain(image: Image.Image) -> Image.Image:
-    copy = image.copy()
-    copy.info = {}  # or Pillow converts the key as well
-    return copy.convert("RGB")
 
 
 def _wide_gray(image: Image.Image) -> Image.Image:

@@ -74,9 +74,11 @@ class Ragged:
         return type(self)(self.key, self.rows + other.rows)
 
     def to(self, device: torch.device | str) -> Ragged:
+        # A copy to the host that nobody waits for could be read before it is there.
+        no_wait = torch.device(device).type != "cpu"
         return type(self)(
             self.key,
-            [None if row is None else row.to(device, non_blocking=True) for row in self.rows],
+            [None if row is None else row.to(device, non_blocking=no_wait) for row in self.rows],
         )
 
     def packed(self) -> Tensor | None:
@@ -142,7 +144,8 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        return [0 if row is None else row.shape[-1] for row in self.columns["input_ids"].rows]
+        column = self.columns.get("input_ids")  # a part without rows has no columns
+        return [row.shape[-1] for row in column.rows if row is not None] if column else []
 
     @property
     def tokens(self) -> int:

@@ -45,9 +45,14 @@ def image_name(value: Any) -> str:
         return image_name(path) if isinstance(path, str) else "<bytes>"
     if isinstance(value, str | os.PathLike):
         name = os.fspath(value)
-        limit = 60 if is_data_url(name) else 300
-        return repr(name if len(name) <= limit else name[:limit] + "...")
+        return quoted(name, 60 if is_data_url(name) else 300)
     return f"<{type(value).__name__}>"
+
+
+def quoted(text: str, limit: int) -> str:
+    """Text for a message: as it is (`repr` would double a backslash), on one line and cut."""
+    cut = text if len(text) <= limit else text[:limit] + "..."
+    return "'" + "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut) + "'"
 
 
 def is_data_url(value: Any) -> bool:
@@ -81,7 +86,7 @@ def local_path(value: str, root: str | None) -> str:
         return path
     raise ImageError(
         "outside_root",
-        f"image {image_name(value)} lies outside the image root {base!r}: "
+        f"image {image_name(value)} lies outside the image root {quoted(base, 300)}: "
         "move it, or set image_root to a folder that holds all images",
     )
 
@@ -133,7 +138,7 @@ def _data_url_bytes(url: str, name: str) -> bytes:
 
 
 def _open_file(path: str, name: str) -> BinaryIO:
-    place = "" if path in name else f" (looked for {path[:300]!r})"
+    place = "" if quoted(path, 300) == name else f" (looked for {quoted(path, 300)})"
     try:
         if not path:
             raise FileNotFoundError(errno.ENOENT, "empty path")

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from vireo.data import chat_templates
 from vireo.data.conversation import Conversation, Text, Turn
-from vireo.data.images import fit_image, load_image
+from vireo.data.images import ImageError, as_row_error, fit_image, load_image
 from vireo.data.positions import Positions
 from vireo.data.ragged import BASE_KEYS, IGNORE, Example
 from vireo.data.template import ChatTemplate, control_tokens
@@ -92,7 +92,12 @@ class Renderer:
     def prompt(self, row: Conversation) -> tuple[Example, str]:
         """The row up to its last answer, opened for generation, and that answer's text."""
         try:
-            last = max(i for i, turn in enumerate(row.turns) if turn.role == "assistant")
+            answers = [i for i, turn in enumerate(row.turns) if turn.role == "assistant"]
+            if not answers:
+                raise RowError("no_assistant", "the row has no answer to open a prompt for")
+            last = answers[-1]
+            if last == 0:
+                raise RowError("turn_order", "the row's only answer has nothing before it")
             return self._encode(row, row.turns[:last], prompt=True), row.turns[last].text
         except RowError as error:
             raise error.at(row.where) from error
@@ -112,9 +117,11 @@ class Renderer:
         mean = getattr(getattr(self.processor, "image_processor", None), "image_mean", None)
         colour = tuple(round(255 * c) for c in mean) if mean else (127, 127, 127)
         refs = row.images if count is None else row.images[:count]
-        return [
-            fit_image(load_image(ref), self.image_strategy, self.image_size, colour) for ref in refs
-        ]
+        try:
+            loaded = [load_image(ref) for ref in refs]
+        except ImageError as error:
+            raise as_row_error(error) from error
+        return [fit_image(i, self.image_strategy, self.image_size, colour) for i in loaded]
 
     # -- one processor call ------------------------------------------------------------------
 
@@ -129,11 +136,16 @@ class Renderer:
         slots = sum(not isinstance(part, Text) for turn in turns for part in turn.parts)
         turns, typed = self._stand_in(turns, row.tools)
         text = self.template.render(turns, row.tools, prompt)
-        answers = [] if prompt else self.template.answers(turns, row.tools, text)
-        if self.template.end_of_turn is None and answers:  # else the model never learns to stop
-            stop = self.tokenizer.eos_token
-            text = text[: answers[-1].stop] + stop
-            answers[-1] = slice(answers[-1].start, len(text))
+        if prompt:  # earlier answers are parted from their prompts as in training, without loss
+            openings = self.template.openings(turns, row.tools, text).values()
+            answers = [slice(at, at) for at in openings if at is not None]
+        else:
+            answers = self.template.answers(turns, row.tools, text)
+            if self.template.end_of_turn is None and answers:  # else it never learns to stop
+                start, end = answers[-1].start, answers[-1].stop
+                stop = self.tokenizer.eos_token
+                text = text[:end] + stop + text[end:]
+                answers[-1] = slice(start, end + len(stop))
         if text.count(MARK) != len(typed):
             raise RowError("template", "the chat template drops or repeats a part of the text")
         text, answers, marks = self._place_marks(text, answers, typed, slots)
@@ -159,21 +171,26 @@ class Renderer:
         if found := self._typed.search(structured):
             raise RowError("reserved_token", f"control token {found.group()} in a tool call")
         typed: list[str] = []
-
-        def keep(match: re.Match[str]) -> str:
-            typed.append(match.group())
-            return MARK
-
-        marked = [
-            replace(
-                turn,
-                parts=tuple(
-                    Text(self._typed.sub(keep, part.text)) if isinstance(part, Text) else part
-                    for part in turn.parts
-                ),
-            )
-            for turn in turns
-        ]
+        marked = []
+        for turn in turns:
+            # Found in the turn's whole text: templates may join what stands in several parts.
+            whole = turn.text
+            found = [match.span() for match in self._typed.finditer(whole)]
+            parts: list[Any] = []
+            start = 0
+            for part in turn.parts:
+                if isinstance(part, Text):
+                    end = start + len(part.text)
+                    inside = [(max(a, start), min(b, end)) for a, b in found if a < end and b > start]
+                    piece = ""
+                    for a, b in inside:
+                        piece += whole[start:a] + MARK
+                        typed.append(whole[a:b])
+                        start = b
+                    part = Text(piece + whole[start:end])
+                    start = end
+                parts.append(part)
+            marked.append(replace(turn, parts=tuple(parts)))
         return tuple(marked), typed
 
     def _place_marks(
@@ -214,17 +231,10 @@ class Renderer:
         return "".join([*pieces, text[last:]]), [slice(*span) for span in moved], marks
 
     def _inside_token(self, text: str, at: int) -> bool:
-        """Whether some token of `text` holds characters of both sides of `at`, more than a space.
-
-        Tokenizers that write a word with its leading space make one token of the template's space
-        and the answer's first word; generation makes the same token, so that one is not parted.
-        """
+        """Whether some token of `text` holds characters of both sides of `at`."""
         window = text[max(0, at - 64) : at + 64]
         here = min(at, 64)
-        if not window[:here].strip(" ") and not window[here:]:
-            return False
-        offsets = self._tokenize(window)["offset_mapping"]
-        return any(a < here < b and window[a:here] != " " for a, b in offsets)
+        return any(a < here < b for a, b in self._tokenize(window)["offset_mapping"])
 
     def _tokenize(self, text: str) -> dict[str, Any]:
         return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -44,39 +44,48 @@ class ChatTemplate:
     def answers(self, turns: Sequence[Turn], tools: Sequence[dict], text: str) -> list[slice]:
         """The span of each assistant turn in `text` (= `render(turns)`), end-of-turn included."""
         spans = []
-        for i, turn in enumerate(turns):
-            if turn.role != "assistant":
-                continue
-            before = self.render(turns[:i], tools, prompt=True)
-            if not text.startswith(before):
+        for i, start in self.openings(turns, tools, text).items():
+            if start is None:
                 raise RowError(
                     "template",
                     f"the chat template rewrites what stands before turn {i + 1}, so the answer's "
                     "place is not certain; give one answer a row, or another --chat_template",
                 )
-            start = len(before)
-            end = self._answer_end(turn, text, start)
-            self._check_kept(turn, text[start:end], i)
-            spans.append(slice(start, end))
+            spans.append(slice(start, self._answer_end(turns[i], text, start, i)))
         return spans
 
-    def _answer_end(self, turn: Turn, text: str, start: int) -> int:
+    def openings(
+        self, turns: Sequence[Turn], tools: Sequence[dict], text: str
+    ) -> dict[int, int | None]:
+        """Where in `text` each assistant turn begins, by its index; None where that is not certain.
+
+        An answer begins where the prompt for it ends.
+        """
+        found: dict[int, int | None] = {}
+        for i, turn in enumerate(turns):
+            if turn.role == "assistant":
+                if i == 0:
+                    raise RowError("turn_order", "the row begins with an assistant turn")
+                before = self.render(turns[:i], tools, prompt=True)
+                found[i] = len(before) if text.startswith(before) else None
+        return found
+
+    def _answer_end(self, turn: Turn, text: str, start: int, index: int) -> int:
+        """After the end-of-turn token, or after the white space behind the answer if there is none.
+
+        All of the answer must stand before it: a template may trim, never rewrite.
+        """
+        stop = len(text)
         if self.end_of_turn is not None:
             at = text.find(self.end_of_turn, start)
-            if at >= 0:
-                return at + len(self.end_of_turn)
-            raise RowError("template", f"no {self.end_of_turn} after the assistant's answer")
-        last = [part.text for part in turn.parts if isinstance(part, Text)][-1].strip()
-        return text.index(last, start) + len(last)
-
-    @staticmethod
-    def _check_kept(turn: Turn, rendered: str, index: int) -> None:
-        """Every word of the answer must stand in its span: a template may trim, never rewrite."""
-        at = 0
+            if at < 0:
+                raise RowError("template", f"no {self.end_of_turn} after the assistant's answer")
+            stop = at + len(self.end_of_turn)
+        at = start
         for part in turn.parts:
             if isinstance(part, Text):
                 for wanted in (part.text, part.text.strip()):
-                    found = rendered.find(wanted, at)
+                    found = text.find(wanted, at, stop)
                     if found >= 0:
                         at = found + len(wanted)
                         break
@@ -84,6 +93,9 @@ class ChatTemplate:
                     raise RowError(
                         "template", f"the chat template changes the answer in turn {index + 1}"
                     )
+        if self.end_of_turn is not None:
+            return stop
+        return at + len(text[at:]) - len(text[at:].lstrip())  # LLaVA's space after a turn
 
     def _message(self, turn: Turn) -> dict[str, Any]:
         content: Any = turn.text
@@ -107,7 +119,7 @@ class ChatTemplate:
             raise InputError(f"the model's chat template does not work: {error.message}") from error
         tail = text[text.rindex(probe) + len(probe) :]
         found = re.match(r"\s*(" + "|".join(map(re.escape, control_tokens(self.tokenizer))) + ")", tail)
-        return found.group(1) if found else None
+        return found.group(1) or None if found else None
 
 
 def control_tokens(tokenizer: Any) -> list[str]:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from vireo.errors import InputError
 from vireo.families import FAMILIES, Family
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by the names that the model's checkpoint uses, whatever wraps its layers."""
+    for name, parameter in model.named_parameters():
+        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
 
 def part_of(name: str, family: Family) -> str | None:
@@ -20,7 +28,7 @@ def part_of(name: str, family: Family) -> str | None:
 
 def freeze(model: nn.Module, family: Family, parts: set[str]) -> None:
     """Switch the gradients of `parts` off. Frozen parts hold no optimizer state."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if part_of(name, family) in parts:
             parameter.requires_grad_(False)
 

@@ -31,8 +31,9 @@ class Policy(nn.Module):
         """log p of every supervised token, float32 [N], in reading order of `labels`.
 
         `inputs` is `Batch.pack()` or `Batch.pad()`. The tower runs in every micro-batch of a vision
-        family: without images it sees a blank one whose output is multiplied by zero, so that all
-        ranks run the same collectives and no result depends on which rank had images.
+        family: without images it sees a blank one whose output is multiplied by zero, at the place
+        where an image would be seen, so that all ranks run the same collectives in the same order
+        (forward and backward) and no result depends on which rank had images.
         """
         model_inputs = {n: v for n, v in inputs.items() if n not in _OWN}
         positions = inputs["positions"]
@@ -40,26 +41,24 @@ class Policy(nn.Module):
             positions = positions[1:]  # the text row is only for packed boundaries
         elif self.family.positions == "1d":
             positions = positions[0]
+        nothing = None
+        if self.dummy is not None and "pixel_values" not in inputs:
+            nothing = 0.0 * self._dummy_features(inputs["input_ids"].device)
         hidden = self.hf.model(
             **model_inputs, position_ids=positions, use_cache=False
         ).last_hidden_state
         rows, columns = (inputs["labels"] != IGNORE).nonzero(as_tuple=True)
         targets = inputs["labels"][rows, columns]
         logprobs = token_logprobs(hidden[rows, columns - 1], self.hf.lm_head, targets)
-        if self.dummy is not None and "pixel_values" not in inputs:
-            logprobs = logprobs + 0.0 * self._dummy_features(hidden)
-        return logprobs
+        return logprobs if nothing is None else logprobs + nothing
 
     def generate(self, **options: Any) -> Tensor:
         """`transformers`' own generation, inside the outermost module (see the class)."""
         return self.hf.generate(**options)
 
-    def _dummy_features(self, like: Tensor) -> Tensor:
+    def _dummy_features(self, device: torch.device) -> Tensor:
         assert self.dummy is not None
-        images = {
-            n: v.to(like.device, like.dtype if v.is_floating_point() else None)
-            for n, v in self.dummy.items()
-        }
+        images = {n: v.to(device) for n, v in self.dummy.items()}
         features = self.hf.model.get_image_features(**images).pooler_output
         tensors = features if isinstance(features, (list, tuple)) else [features]
         return torch.stack([t.float().sum() for t in tensors]).sum()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from vireo.data.ragged import IGNORE, Batch
 from vireo.errors import VireoError
+from vireo.models.names import named_parameters
 from vireo.models.policy import Policy
 from vireo.parallel import Parallel
 
@@ -141,7 +142,7 @@ class TrainEngine:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, one at a time; collective on all ranks."""
-        for name, parameter in self.policy.hf.named_parameters():
+        for name, parameter in named_parameters(self.policy.hf):
             yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 

@@ -49,11 +49,10 @@ def build(
         model = auto_class.from_config(config, dtype=torch.float32)
 
     tokenizer = getattr(processor, "tokenizer", processor)
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    pad = tokenizer.pad_token_id
     # Two stop ids, as published: the end of the turn, and of the text.
-    model.generation_config = transformers.GenerationConfig(
-        eos_token_id=[eos, pad], pad_token_id=pad
-    )
+    stop = [tokenizer.eos_token_id, pad]
+    model.generation_config = transformers.GenerationConfig(eos_token_id=stop, pad_token_id=pad)
     model.save_pretrained(out)
     processor.save_pretrained(out)
     return Path(out)

@@ -44,7 +44,7 @@ def text_fields(tokenizer: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def token_ids(tokenizer: Any) -> dict[str, int]:
+def token_ids(tokenizer: Any) -> dict[str, Any]:
     """The fields of the whole config that name control tokens."""
     return {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
