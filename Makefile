@@ -18,9 +18,10 @@ PYTHON ?= python3
 WORKERS ?= 2
 ARGS ?=
 
-# Another tested set of the three packages that matter most (`make test-compat`), and the packages
+# Older releases of the packages that matter most, tested by `make test-compat`, and the packages
 # whose pins in constraints.txt follow from them.
-COMPAT := torch==2.11.0 torchvision==0.26.0 transformers==5.12.1
+COMPAT := torch==2.11.0 torchvision==0.26.0 transformers==5.12.1 \
+  tokenizers==0.22.2 huggingface_hub==1.33.0
 FOLLOWERS := torch|torchvision|triton|setuptools|nvidia-.*|cuda-.*|transformers|tokenizers|huggingface_hub
 PINS ?=
 

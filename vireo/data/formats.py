@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 # Pillow's names of the formats that are decoded. Others (EPS starts an interpreter, stubs decode
 # nothing) are refused by name.
@@ -54,6 +55,8 @@ _FTYP = {
 
 def sniff(head: bytes, tail: bytes = b"") -> str | None:
     """The name of the image format of which these are the first (and last) bytes, or None."""
+    if tail.endswith(b"TRUEVISION-XFILE.\0"):
+        return "TGA"
     for magic, name in _MAGIC.items():
         if head.startswith(magic):
             return name
@@ -70,8 +73,6 @@ def sniff(head: bytes, tail: bytes = b"") -> str | None:
         return "PPM"
     if head[128:132] == b"DICM":
         return "DICOM"
-    if tail.endswith(b"TRUEVISION-XFILE.\0"):
-        return "TGA"
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     if text.startswith((b"<svg", b"<?xml", b"<!doctype svg", b"<!--")) and b"<svg" in text:
         return "SVG"
@@ -79,6 +80,12 @@ def sniff(head: bytes, tail: bytes = b"") -> str | None:
 
 
 _BMP_HEADERS = (12, 16, 40, 52, 56, 64, 108, 124)
+
+
+def avif_pixels(head: bytes) -> int:
+    """Pixels that an AVIF's header claims; its library calls too many of them invalid data."""
+    found = re.search(rb"ispe.{4}(.{4})(.{4})", head, re.DOTALL)
+    return int.from_bytes(found[1], "big") * int.from_bytes(found[2], "big") if found else 0
 
 
 def png_chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
@@ -126,6 +133,11 @@ def ends_early(stream: BinaryIO, name: str | None) -> bool:
                 return at + 8 > size
             at += length
         return at > size
+    if name == "TIFF":  # its first table may lie anywhere, usually at the end
+        head = stream.read(16).ljust(16, b"\0")
+        order: Literal["little", "big"] = "little" if head[:1] == b"I" else "big"
+        start = head[8:16] if b"+" in head[:4] else head[4:8]
+        return int.from_bytes(start, order) >= size
     if name in ("JPEG", "JPEG2000"):
         return b"\xff\xd9" not in stream.read()  # end of image, end of codestream
     return False

@@ -152,6 +152,10 @@ def _refusal(
         if found not in _plugins():
             text = f"image {name} is {found}, an unsupported format: convert it to PNG or JPEG"
             return ImageError("unsupported_format", text)
+        if found == "AVIF" and formats.avif_pixels(head) > MAX_PIXELS:
+            return ImageError(
+                "too_large", f"image {name} is too large: more than {MAX_PIXELS} pixels"
+            )
         error = _plugin_error(stream, found) or error
     reason = _reason(error)
     if reason == "corrupt" and stream is not None and _ends_early(stream, found, image):

@@ -105,10 +105,10 @@ class JsonFile:
         at = file.tell()
         if isinstance(value, RowError):
             rest = file.read(64 * _CHUNK) if value.reason == "json" else b""
+            file.seek(at)
             try:
-                json.loads(raw + rest)
+                json.loads(raw + (rest if rest.strip() else b"?"))
             except (ValueError, RecursionError):
-                file.seek(at)
                 return
         elif isinstance(value, dict) and any(key in value for key in CONVERSATION_KEYS):
             return
@@ -242,14 +242,19 @@ def _check_keys(text: str, value: Any) -> None:
     """Refuse an object with one key twice: the decoder would drop the first value silently.
 
     The costly look at every object is taken only where the number of colons behind quotes is not
-    that of the row's and its turns' keys.
+    that of the keys of row, turns and parts.
     """
     expected = 0
     if isinstance(value, dict):
         turns = value.get("conversations") or value.get("messages")
-        expected = len(value)
+        objects = [value]
         if isinstance(turns, list):
-            expected += sum([len(turn) for turn in turns if isinstance(turn, dict)])
+            objects += [turn for turn in turns if isinstance(turn, dict)]
+            for turn in objects[1:]:
+                parts = turn.get("content")
+                if isinstance(parts, list):
+                    objects += [part for part in parts if isinstance(part, dict)]
+        expected = sum(map(len, objects))
     if text.count('":') != expected:
         try:
             json.loads(text, object_pairs_hook=_without_twins)

@@ -152,7 +152,7 @@ def _open_source(path: str) -> tuple[Source, str | None]:
         raise InputError(f"data file {path!r} cannot be opened: {error.strerror}") from error
     folder = os.path.dirname(os.path.abspath(path))
     if head.startswith(b"PAR1"):
-        return _parquet([path]), folder
+        return _parquet([os.path.abspath(path)]), folder
     return JsonFile(os.path.abspath(path)), folder
 
 

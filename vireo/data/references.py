@@ -68,13 +68,14 @@ def local_path(value: str, root: str | None) -> str:
 
     Raises ImageError `remote_image` or `outside_root`.
     """
+    name = image_name(value)
     scheme = _SCHEME.match(value)
     if scheme:
         host, _, rest = value[7:].partition("/") if scheme[1] else ("", "", value[6:])
         if (scheme[1] or scheme[2]).lower() != "file" or host.lower() not in ("", "localhost"):
             raise ImageError(
                 "remote_image",
-                f"image {image_name(value)} is on another machine, and nothing is fetched: "
+                f"image {name} is on another machine, and nothing is fetched: "
                 "download the images first and write paths",
             )
         value = "/" + unquote(rest)
@@ -86,7 +87,7 @@ def local_path(value: str, root: str | None) -> str:
         return path
     raise ImageError(
         "outside_root",
-        f"image {image_name(value)} lies outside the image root {quoted(base, 300)}: "
+        f"image {name} lies outside the image root {quoted(base, 300)}: "
         "move it, or set image_root to a folder that holds all images",
     )
 

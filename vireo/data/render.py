@@ -149,25 +149,32 @@ class Renderer:
         if text.count(MARK) != len(typed):
             raise RowError("template", "the chat template drops or repeats a part of the text")
         text, answers, marks = self._place_marks(text, answers, typed, slots)
-        images = self.pictures(row, slots)
-        out = self._call(text, images)
-        example = self._align(text, answers, marks, out, slots)
+        plain = self._tokenize(text)
+        # Hopeless rows (a book as a question) go before their images cost anything.
+        least = len(plain["input_ids"]) - len(marks)
+        self._check_length(least, " before its images are expanded" if slots else "")
+        out = self._call(text, self.pictures(row, slots))
+        example = self._align(plain, answers, marks, out, slots)
         example.where = row.where
         example.fields["loss_weight"] *= row.weight
-        if len(example) > self.max_length:
-            raise RowError(
-                "too_long",
-                f"{len(example)} tokens with its images expanded, the limit is {self.max_length}: "
-                f"raise --max_length or leave the row out",
-            )
+        self._check_length(len(example), " with its images expanded" if slots else "")
         example.fields["positions"] = self.positions(example.fields)
         return example
+
+    def _check_length(self, tokens: int, when: str) -> None:
+        if tokens > self.max_length:
+            raise RowError(
+                "too_long",
+                f"{tokens} tokens{when}, the limit is {self.max_length}: "
+                f"raise --max_length or leave the row out",
+            )
 
     def _stand_in(
         self, turns: tuple[Turn, ...], tools: tuple[dict, ...]
     ) -> tuple[tuple[Turn, ...], list[str]]:
         """The turns with the mark for each control token typed in them, and those tokens."""
-        structured = json.dumps([tools, [t.tool_calls for t in turns]], ensure_ascii=False)
+        calls = [tools, [turn.tool_calls for turn in turns]]
+        structured = json.dumps(calls, ensure_ascii=False, default=str)
         if found := self._typed.search(structured):
             raise RowError("reserved_token", f"control token {found.group()} in a tool call")
         typed: list[str] = []
@@ -237,7 +244,9 @@ class Renderer:
         return any(a < here < b for a, b in self._tokenize(window)["offset_mapping"])
 
     def _tokenize(self, text: str) -> dict[str, Any]:
-        return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
 
     def _call(self, text: str, images: list[Any]) -> dict[str, torch.Tensor]:
         if not self.family.has_vision:
@@ -257,14 +266,13 @@ class Renderer:
 
     def _align(
         self,
-        text: str,
+        plain: dict[str, Any],
         answers: list[slice],
         marks: list[str | None],
         out: dict[str, torch.Tensor],
         slots: int,
     ) -> Example:
         """Labels for the expanded ids, the marks taken out."""
-        plain = self._tokenize(text)
         short, offsets = plain["input_ids"], plain["offset_mapping"]
         full = out["input_ids"][0].tolist()
         token_keys = [n for n, k in self.family.keys.items() if k.kind == "token" and n in out]

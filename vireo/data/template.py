@@ -51,7 +51,9 @@ class ChatTemplate:
                     f"the chat template rewrites what stands before turn {i + 1}, so the answer's "
                     "place is not certain; give one answer a row, or another --chat_template",
                 )
-            spans.append(slice(start, self._answer_end(turns[i], text, start, i)))
+            stop = self._answer_end(turns[: i + 1], tools, text, start)
+            self._check_kept(turns[i], text[start:stop], i)
+            spans.append(slice(start, stop))
         return spans
 
     def openings(
@@ -70,22 +72,28 @@ class ChatTemplate:
                 found[i] = len(before) if text.startswith(before) else None
         return found
 
-    def _answer_end(self, turn: Turn, text: str, start: int, index: int) -> int:
-        """After the end-of-turn token, or after the white space behind the answer if there is none.
-
-        All of the answer must stand before it: a template may trim, never rewrite.
-        """
-        stop = len(text)
+    def _answer_end(
+        self, turns: Sequence[Turn], tools: Sequence[dict], text: str, start: int
+    ) -> int:
+        """Where the last of `turns` ends in `text`, with all that the template writes for it."""
         if self.end_of_turn is not None:
             at = text.find(self.end_of_turn, start)
             if at < 0:
                 raise RowError("template", f"no {self.end_of_turn} after the assistant's answer")
-            stop = at + len(self.end_of_turn)
-        at = start
+            return at + len(self.end_of_turn)
+        whole = self.render(turns, tools)
+        if not text.startswith(whole):
+            raise RowError("template", f"the chat template joins turn {len(turns)} and the next")
+        return len(whole)
+
+    @staticmethod
+    def _check_kept(turn: Turn, rendered: str, index: int) -> None:
+        """Every word of the answer must stand in its span: a template may trim, never rewrite."""
+        at = 0
         for part in turn.parts:
             if isinstance(part, Text):
                 for wanted in (part.text, part.text.strip()):
-                    found = text.find(wanted, at, stop)
+                    found = rendered.find(wanted, at)
                     if found >= 0:
                         at = found + len(wanted)
                         break
@@ -93,9 +101,6 @@ class ChatTemplate:
                     raise RowError(
                         "template", f"the chat template changes the answer in turn {index + 1}"
                     )
-        if self.end_of_turn is not None:
-            return stop
-        return at + len(text[at:]) - len(text[at:].lstrip())  # LLaVA's space after a turn
 
     def _message(self, turn: Turn) -> dict[str, Any]:
         content: Any = turn.text

@@ -72,6 +72,7 @@ def make(text: dict, text_changes: dict, vision: dict, vision_changes: dict) -> 
         "embed_dim": vision["hidden_size"],
         "hidden_size": text["hidden_size"],
         "mlp_ratio": vision["intermediate_size"] // vision["hidden_size"],
+        "initializer_range": vision["initializer_range"],
         "depth": vision["depth"],
         "num_heads": vision["num_heads"],
     }
