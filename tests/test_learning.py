@@ -1,4 +1,4 @@
-"""A model that is trained must see: it learns what only pictures tell, and pixels move its output."""
+"""A model in training must see: it learns what only pictures tell; pixels move its output."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ WORDS = ["red", "two", "cat", "sun", "box", "map", "ink", "oak"]
 
 
 def write_pictures(folder: Path, order: list[int]) -> Path:
-    """Eight rows of one prompt and one image size; row i shows picture order[i], answer WORDS[i]."""
+    """Eight rows of one prompt and one size; row i shows picture order[i], answer WORDS[i]."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for i, k in enumerate(order):
         picture(100 + k).save(folder / f"{k}.png")
-        turns = [{"from": "human", "value": "<image>\nName it."}, {"from": "gpt", "value": WORDS[i]}]
+        turns = [
+            {"from": "human", "value": "<image>\nName it."},
+            {"from": "gpt", "value": WORDS[i]},
+        ]
         rows.append({"id": i, "image": f"{k}.png", "conversations": turns})
     path = folder / "rows.json"
     path.write_text(json.dumps(rows))

@@ -159,8 +159,14 @@ def test_an_earlier_run_is_never_written_over(base: Path, unbroken: Path) -> Non
 
 def test_only_the_newest_checkpoints_are_kept(base: Path) -> None:
     new = train(base, "pruned", "--save_steps=1", "--keep_checkpoints=2")
-    assert [p.name for p in checkpoints(new / "checkpoints")] == [f"step-{STEPS - 1}", f"step-{STEPS}"]
-    assert {p.name for p in (new / "checkpoints").iterdir()} == {f"step-{STEPS - 1}", f"step-{STEPS}"}
+    assert [p.name for p in checkpoints(new / "checkpoints")] == [
+        f"step-{STEPS - 1}",
+        f"step-{STEPS}",
+    ]
+    assert {p.name for p in (new / "checkpoints").iterdir()} == {
+        f"step-{STEPS - 1}",
+        f"step-{STEPS}",
+    }
 
 
 def damage_shorten(file: Path) -> None:

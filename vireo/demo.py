@@ -26,7 +26,9 @@ RECIPE = {
 }
 
 
-def run(output_dir: str = "runs/demo", seed: int = 0, max_steps: int | None = None) -> dict[str, Any]:
+def run(
+    output_dir: str = "runs/demo", seed: int = 0, max_steps: int | None = None
+) -> dict[str, Any]:
     """Run the demo and return what it writes to `output_dir`/summary.json."""
     started = time.perf_counter()
     out = _fresh_folder(Path(output_dir))
@@ -48,7 +50,9 @@ def run(output_dir: str = "runs/demo", seed: int = 0, max_steps: int | None = No
     build("qwen2_5_vl", model, seed=seed)
     val = data / "val.json"
     before = evaluate_files(model=str(model), eval_file=str(val), max_new_tokens=4, batch_size=100)
-    print(f"before training: {before['accuracy']:.1%} of {before['rows']} held-out digits", flush=True)
+    print(
+        f"before training: {before['accuracy']:.1%} of {before['rows']} held-out digits", flush=True
+    )
 
     recipe = RECIPE | ({"max_steps": max_steps} if max_steps else {})
     flags = [f"--{name}={value}" for name, value in recipe.items()]

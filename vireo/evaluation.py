@@ -130,9 +130,7 @@ def evaluate_files(
     from vireo.report.run_folder import write_samples
 
     folder = local_folder(model)
-    renderer = Renderer(
-        folder, processor, image_size=image_size, image_strategy=image_strategy
-    )
+    renderer = Renderer(folder, processor, image_size=image_size, image_strategy=image_strategy)
     rows = read_rows(eval_file, image_root=image_root)
     chosen = [rows[i] for i in range(min(len(rows), limit or len(rows)))]
     if not chosen:
@@ -149,7 +147,7 @@ def evaluate_files(
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
     )
-    result = {
+    result: dict[str, Any] = {
         "accuracy": accuracy(answers),
         "rows": len(answers),
         "seconds": round(time.perf_counter() - started, 2),

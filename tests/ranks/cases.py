@@ -11,12 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vireo import parallel as parallel_module
-from vireo.data.conversation import Conversation, Text, Turn, read_rows
+from vireo.data.conversation import read_rows
 from vireo.data.packing import by_rows, share
 from vireo.data.ragged import Batch, Example
 from vireo.data.render import Renderer
-from vireo.models.names import named_parameters
 from vireo.models.build import ModelSpec, build_policy
+from vireo.models.names import named_parameters
 from vireo.training.engine import TrainEngine
 from vireo.training.optimizer import adamw
 
@@ -47,12 +47,11 @@ def engine_for(
     )
     dummy = renderer.dummy() if renderer.family.has_vision else None
     policy, _ = build_policy(spec, renderer.config, renderer.family, parallel, dummy)
-    turns = (Turn("user", (Text("."),)), Turn("assistant", (Text("."),)))
     engine = TrainEngine(
         policy,
         adamw(policy, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
         parallel,
-        empty=Batch.of([renderer.example(Conversation(turns))]),
+        empty=Batch.of([renderer.empty()]),
         packing=packing,
         pad_id=renderer.pad_id,
         clip_grad_norm=1.0,
@@ -84,9 +83,7 @@ def examples_of(renderer: Renderer, data: Path) -> list[Example]:
 def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """Largest difference over all gradients, relative to each tensor's largest value or 1e-3."""
     assert a.keys() == b.keys()
-    return max(
-        float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1e-3)) for n in a
-    )
+    return max(float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1e-3)) for n in a)
 
 
 def gradients_over_ranks(model: str, data: Path, out: Path) -> dict[str, Any]:
@@ -136,7 +133,11 @@ def hybrid_is_full(model: str, data: Path, out: Path) -> dict[str, Any]:
         for i, e in enumerate(examples_of(renderer, data))
         if share(i, 1, parallel.world) == parallel.rank
     ]
-    return {"difference": furthest(gradients(engine, by_rows(mine, 2)), torch.load(out / "reference.pt"))}
+    return {
+        "difference": furthest(
+            gradients(engine, by_rows(mine, 2)), torch.load(out / "reference.pt")
+        )
+    }
 
 
 def load_memory(model: str, data: Path, out: Path) -> dict[str, Any]:
@@ -154,4 +155,3 @@ CASES = {
     "hybrid": Case(hybrid_is_full, (4,)),
     "load": Case(load_memory, (2, 3)),
 }
-

@@ -112,6 +112,13 @@ class Renderer:
         out = self._call(text, [blank])
         return {n: out[n] for n, key in self.family.keys.items() if key.kind != "token" and n in out}
 
+    def empty(self) -> Example:
+        """Two tokens of which one carries loss: what a rank runs when it has nothing left."""
+        ids = torch.full((2,), self.pad_id)
+        labels = torch.tensor([IGNORE, self.pad_id])
+        fields = {"input_ids": ids, "labels": labels, "loss_weight": (labels != IGNORE).float()}
+        return Example(fields | {"positions": self.positions(fields)}, self.keys)
+
     def pictures(self, row: Conversation, count: int | None = None) -> list[Any]:
         """The row's decoded images as the processor gets them (RGB, fitted by the settings)."""
         mean = getattr(getattr(self.processor, "image_processor", None), "image_mean", None)

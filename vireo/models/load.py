@@ -106,13 +106,11 @@ def _renamer(hf: Any, targets: dict[str, Tensor]):
 
     table = get_model_conversion_mapping(hf)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in table if not isinstance(entry, WeightRenaming)]
+    converters: Any = [entry for entry in table if not isinstance(entry, WeightRenaming)]
     known = hf.state_dict()
 
     def rename(key: str) -> str:
-        name, converter = rename_source_key(
-            key, renamings, converters, hf.base_model_prefix, known
-        )
+        name, converter = rename_source_key(key, renamings, converters, hf.base_model_prefix, known)
         if converter is not None:
             raise InputError(f"{key}: this checkpoint's layout needs a conversion ({converter})")
         return name

@@ -33,7 +33,9 @@ def freeze(model: nn.Module, family: Family, parts: set[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def wrap_classes(model: nn.Module, family: Family, wanted: list[str] | None) -> tuple[set[str], str]:
+def wrap_classes(
+    model: nn.Module, family: Family, wanted: list[str] | None
+) -> tuple[set[str], str]:
     """Class names of the layers to shard one by one, and a notice for the person ('' for none).
 
     Names of an older layout, and of other families in a list made for several, are understood.
@@ -63,6 +65,7 @@ def wrap_classes(model: nn.Module, family: Family, wanted: list[str] | None) -> 
     if others := [name for name in wanted if name not in mine and name not in old]:
         strange = [name for name in others if name not in known]
         notes.append(
-            f"{', '.join(others)}: not in this model" + (", nor in any known family" if strange else "")
+            f"{', '.join(others)}: not in this model"
+            + (", nor in any known family" if strange else "")
         )
     return chosen, "; ".join(notes)

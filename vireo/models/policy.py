@@ -22,6 +22,8 @@ class Policy(nn.Module):
     called from outside it would see shards.
     """
 
+    hf: Any  # a transformers model with `model` and `lm_head`
+
     def __init__(self, hf: nn.Module, family: Family, dummy: dict[str, Tensor] | None):
         super().__init__()
         self.hf, self.family = hf, family

@@ -56,9 +56,7 @@ class RunFolder:
         write_samples(folder / f"step-{step}.jsonl", answers, pictures)
 
 
-def write_samples(
-    file: Path, answers: list[dict[str, Any]], pictures: list[list[Any]]
-) -> None:
+def write_samples(file: Path, answers: list[dict[str, Any]], pictures: list[list[Any]]) -> None:
     """One JSON line an answer, its pictures beside the file as PNG."""
     with file.open("w") as out:
         for i, (answer, images) in enumerate(zip(answers, pictures)):

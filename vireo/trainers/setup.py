@@ -21,9 +21,7 @@ class StepSize:
     chunk: int
 
 
-def step_size(
-    batch: BatchSettings, world: int, resumed: int | None = None
-) -> tuple[StepSize, str]:
+def step_size(batch: BatchSettings, world: int, resumed: int | None = None) -> tuple[StepSize, str]:
     """The step size and a notice ('' for none).
 
     `resumed`: the global batch of the checkpoint, which wins over --grad_accum_steps, because it

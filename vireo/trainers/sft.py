@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vireo import parallel as parallel_module
-from vireo.data.conversation import Conversation, Text, Turn, read_rows
+from vireo.data.conversation import read_rows
 from vireo.data.loader import Plan, StepLoader
 from vireo.data.packing import by_rows, by_tokens
 from vireo.data.ragged import Batch
@@ -205,16 +205,12 @@ class Sft:
             policy,
             optimizer,
             parallel,
-            empty=self._empty_batch(),
+            empty=Batch.of([self.renderer.empty()]),
             packing=bool(self.packing),
             pad_id=self.renderer.pad_id,
             clip_grad_norm=optim.clip_grad_norm,
             autocast=dtype if dtype != torch.float32 and not settings.fsdp.enable else None,
         )
-
-    def _empty_batch(self) -> Batch:
-        turns = (Turn("user", (Text("."),)), Turn("assistant", (Text("."),)))
-        return Batch.of([self.renderer.example(Conversation(turns, where="an empty micro-batch"))])
 
     def _evaluate(self, engine: TrainEngine) -> int:
         run = self.settings.run
@@ -332,6 +328,3 @@ class Sft:
             say(f"resumed from {self.start_from} at step {self.step}")
         for notice in self.notices:
             say(f"note: {notice}")
-
-
-

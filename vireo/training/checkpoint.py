@@ -88,11 +88,13 @@ def load(
     """
     progress = verify(path, parallel)
     model, optim = get_state_dict(policy, optimizer)
-    state = {"model": model, "optim": optim}
+    state: dict[str, Any] = {"model": model, "optim": optim}
     try:
         dcp.load(state, checkpoint_id=path / "state", no_dist=parallel.world == 1)
     except Exception as error:
-        raise InputError(f"{path}: the checkpoint cannot be read into this model: {error}") from error
+        raise InputError(
+            f"{path}: the checkpoint cannot be read into this model: {error}"
+        ) from error
     set_state_dict(
         policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
     )

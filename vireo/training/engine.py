@@ -126,7 +126,9 @@ class TrainEngine:
         total = weight = 0.0
         count = int(self.parallel.max([len(micro_batches)])[0])
         for i in range(count):
-            logprobs, weights = self.forward(micro_batches[i] if i < len(micro_batches) else self.empty)
+            logprobs, weights = self.forward(
+                micro_batches[i] if i < len(micro_batches) else self.empty
+            )
             if i < len(micro_batches):
                 total -= float((logprobs * weights).sum())
                 weight += float(weights.sum())
@@ -152,4 +154,6 @@ def _weight(batch: Batch) -> float:
 
 
 def _supervised(batch: Batch) -> int:
-    return sum(int((row != IGNORE).sum()) for row in batch.columns["labels"].rows if row is not None)
+    return sum(
+        int((row != IGNORE).sum()) for row in batch.columns["labels"].rows if row is not None
+    )
