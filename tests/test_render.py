@@ -26,6 +26,7 @@ from tests.tiny_models import (
     tiny,
     turn,
     user,
+    with_newline_runs,
     with_template,
 )
 from vireo.data.conversation import Image, ImageRef, Text, Turn
@@ -91,9 +92,31 @@ def test_an_image_inside_an_answer_carries_no_loss_and_the_text_round_it_does():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("answer", ["\n\n- one\n", "\n", " yes", "\n\n\n  x", "", "\t"])
-def test_white_space_of_an_answer_is_kept_and_parted_from_the_prompt(family, answer):
+def test_white_space_of_an_answer_is_kept(family, answer):
     turns = user("yes"), assistant(answer), user("q"), assistant(answer)
     assert runs_of(*turns, family=family) == [answer + EOT] * 2
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3"])
+@pytest.mark.parametrize("answer", ["\n\n- one\n", "\n", "\n\n\n  x", "\n<|im_end|>"])
+def test_line_ends_of_an_answer_do_not_melt_into_the_prompt(family, answer):
+    made = Renderer(with_newline_runs(family))
+    assert len(made.tokenizer.encode("\n\n\n")) == 1
+    turns = user("yes"), assistant(answer), user("q"), assistant(answer)
+    example, (prompt, _) = made.example(row(*turns)), made.prompt(row(*turns))
+    assert runs(made, example) == [answer + EOT] * 2
+    assert torch.equal(example.fields["input_ids"][: len(prompt)], prompt.fields["input_ids"])
+    assert example.fields["labels"][len(prompt)] != -100
+
+
+def test_a_placeholder_token_that_a_template_writes_in_an_answer_carries_no_loss():
+    template = (
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+        "{{ '<|vision_pad|><|im_end|>' }}{% endfor %}"
+    )
+    made = Renderer(with_template("qwen2_5_vl", template, "pads"))
+    # No control token but the image's follows the answer at once, so it is taken for its end.
+    assert runs(made, made.example(row(user("q"), assistant("yes")))) == ["yes"]
 
 
 def test_a_row_ending_with_a_question_keeps_it_without_loss():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import re
 import shutil
 import tempfile
@@ -48,6 +49,22 @@ def with_template(family: str, template: str, name: str, tokens: tuple[str, ...]
         loaded.add_tokens(list(tokens), special_tokens=True)
         loaded.save_pretrained(out)
     (out / "chat_template.jinja").write_text(template)
+    return str(out)
+
+
+@cache
+def with_newline_runs(family: str) -> str:
+    """A copy of a tiny checkpoint whose tokenizer, as the published ones, joins line ends.
+
+    It reads "\\n\\n" as one token, so a prompt's end and an answer's start can melt into one.
+    """
+    out = scratch() / f"{family}-newlines"
+    shutil.copytree(tiny(family), out)
+    file = out / "tokenizer.json"
+    data = json.loads(file.read_text())
+    data["model"]["vocab"] |= {"ĊĊ": 380, "ĊĊĊ": 381}  # Ċ stands for the byte 10
+    data["model"]["merges"] += [["Ċ", "Ċ"], ["ĊĊ", "Ċ"]]
+    file.write_text(json.dumps(data))
     return str(out)
 
 

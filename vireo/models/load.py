@@ -7,6 +7,7 @@ slice. Names on disk follow the published layout of each family; transformers' o
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def _receive(target: Tensor, read: Any, dtype: str, parallel: Parallel) -> None:
         )
         first = offsets[0]
     rows = target.shape[0]
-    row_bytes = max(1, target[0:1].numel() * kind.itemsize) if rows else 1
+    row_bytes = max(1, math.prod(target.shape[1:]) * kind.itemsize)
     step = max(1, SLICE_BYTES // row_bytes)
     for start in range(0, rows, step):
         stop = min(start + step, rows)

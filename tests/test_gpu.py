@@ -1,0 +1,99 @@
+"""The same trainer on a CUDA device: NCCL, bfloat16, and checkpoints that cross to a CPU and back.
+
+Run by `make test-gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch import ROOT, environment, torchrun
+from tests.rows import losses, write_rows
+from vireo.families.tiny import build
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu")
+    build("qwen2_5_vl", folder / "model", size="test")
+    write_rows(folder / "data", [1, 0, 2, 1, 0, 0, 1, 3], ((56, 56), (84, 56)))
+    return folder
+
+
+def flags(base: Path, output: str, *more: str) -> list[str]:
+    return [
+        "--trainer=fsdp_vlm",
+        f"--vlm_model_name_or_path={base / 'model'}",
+        f"--train_file={base / 'data' / 'rows.json'}",
+        f"--eval_file={base / 'data' / 'rows.json'}",
+        f"--output_dir={base / output}",
+        "--freeze_vision=false",
+        "--lr=1e-3",
+        f"--max_steps={STEPS}",
+        "--per_device_train_batch_size=4",
+        "--save_steps=3",
+        "--max_new_tokens=4",
+        *more,
+    ]
+
+
+def run_on_cpu(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vireo.train", *arguments],
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def on_cpu(base: Path) -> Path:
+    run_on_cpu(*flags(base, "cpu"))
+    return base / "cpu"
+
+
+def test_float32_losses_equal_those_of_a_cpu(base: Path, on_cpu: Path) -> None:
+    world = torch.cuda.device_count()
+    more = ["--global_batch_size=4", f"--per_device_train_batch_size={max(1, 4 // world)}"]
+    arguments = [f for f in flags(base, "gpu") if "per_device" not in f]
+    torchrun(world, "-m", "vireo.train", *arguments, "--fsdp_mp_dtype=fp32", *more)
+    assert losses(base / "gpu") == pytest.approx(losses(on_cpu), abs=2e-4)
+
+
+def test_a_gpu_checkpoint_goes_on_on_a_cpu_and_back(base: Path, on_cpu: Path) -> None:
+    torchrun(1, "-m", "vireo.train", *flags(base, "mixed", "--fsdp_mp_dtype=fp32"))
+    later = base / "mixed" / "checkpoints" / f"step-{STEPS}"
+    later.rename(base / "gpu-made")
+    run_on_cpu(*flags(base, "mixed", "--resume=auto"))
+    assert losses(base / "mixed") == pytest.approx(losses(on_cpu), abs=2e-4)
+    later.rename(base / "cpu-made")
+    torchrun(1, "-m", "vireo.train", *flags(base, "mixed", "--fsdp_mp_dtype=fp32", "--resume=auto"))
+    assert losses(base / "mixed") == pytest.approx(losses(on_cpu), abs=2e-4)
+
+
+def test_bfloat16_follows_float32(base: Path, on_cpu: Path) -> None:
+    for name, more in {
+        "packed": [],
+        "padded": ["--packing=false"],
+        "recomputed": ["--grad_ckpt"],
+        "unsharded": ["--fsdp_enable=false"],
+    }.items():
+        torchrun(1, "-m", "vireo.train", *flags(base, f"bf16-{name}", *more))
+        assert losses(base / f"bf16-{name}") == pytest.approx(losses(on_cpu), abs=0.08), name
+        record = json.loads((base / f"bf16-{name}" / "metrics.jsonl").read_text().splitlines()[0])
+        assert record["memory_gb"] < 2  # the allocator's peak, not the process's
