@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.launch import ROOT, environment, torchrun_command
 from tests.launch import vireo as run_vireo
 from tests.rows import write_rows
 from vireo.families.tiny import build
@@ -124,6 +126,42 @@ def test_skipped_rows_are_counted_and_listed(validate: str, good, tmp_path: Path
     progress = tmp_path / "run" / "checkpoints" / "step-6" / "progress.json"
     assert "'r1'" in json.loads(progress.read_text())["skipped"][0]
     assert "skipped" in capsys.readouterr().out
+
+
+def test_a_row_over_the_token_budget_is_refused_by_name(good, tmp_path: Path, capsys) -> None:
+    more = {"max_tokens_per_gpu": "32", "global_batch_size": "3"}
+    assert main(attempt(good, tmp_path / "run", **more)) == 2
+    error = capsys.readouterr().err
+    assert "(id 'r" in error
+    assert "--max_tokens_per_gpu 32" in error
+
+
+def test_a_bad_row_of_the_evaluation_file_is_refused_or_skipped(
+    good, tmp_path: Path, capsys
+) -> None:
+    rows = break_image(tmp_path / "data", "missing")
+    assert main(attempt(good, tmp_path / "one", eval_file=str(rows))) == 2
+    assert "'r1'" in capsys.readouterr().err
+    more = {"eval_file": str(rows), "on_bad_row": "skip", "max_new_tokens": "2"}
+    assert main(attempt(good, tmp_path / "two", **more)) == 0
+    assert capsys.readouterr().out.count("missing_image") == 1
+
+
+def test_a_bad_row_on_one_rank_stops_every_rank(good, tmp_path: Path) -> None:
+    rows = break_image(tmp_path / "data", "missing")
+    more = {"train_file": str(rows), "fsdp_enable": "", "max_steps": "3"}
+    done = subprocess.run(
+        torchrun_command(2, "-m", "vireo.train", *attempt(good, tmp_path / "run", **more)),
+        env=environment(VIREO_TIMEOUT_S="20"),
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "error: " in line and "'r1'" in line]
+    assert any(line.startswith("error: ") for line in lines), done.stderr
+    assert "imed out" not in done.stderr
 
 
 def test_debug_shows_the_traceback(good, tmp_path: Path, capsys) -> None:

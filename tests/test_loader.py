@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 from collections import Counter
 from typing import Any
@@ -34,7 +35,8 @@ class Numbers:
 
 
 def loader(plan: Plan, made: Any = None, rows: Any = None, **options: Any) -> StepLoader:
-    return StepLoader(rows or range(plan.rows), made or Numbers(), plan, **options)
+    stand_ins: Any = (range(plan.rows), Numbers())
+    return StepLoader(rows or stand_ins[0], made or stand_ins[1], plan, **options)
 
 
 def steps(plan: Plan, world: int, start: int, stop: int) -> list[list[list[int]]]:
@@ -129,7 +131,9 @@ def test_an_epochs_order_holds_every_row_and_does_not_change(plan):
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     orders = [
-        tuple(Plan(50, 5, seed=seed).order(epoch).tolist()) for seed in (0, 1) for epoch in (0, 1, 2)
+        tuple(Plan(50, 5, seed=seed).order(epoch).tolist())
+        for seed in (0, 1)
+        for epoch in (0, 1, 2)
     ]
     assert len(set(orders)) == 6
 
@@ -182,6 +186,7 @@ def test_an_error_that_is_no_refusal_stops_the_run(workers):
     steps = loader(Plan(6, 2, shuffle=False), Numbers(broken=3), stop=6, workers=workers)
     with pytest.raises(ZeroDivisionError, match="row 3 breaks the program"):
         list(steps)
+    gc.collect()  # the traceback holds the workers; they would outlive those of the next test
 
 
 def test_workers_make_the_same_examples(tmp_path):

@@ -171,7 +171,9 @@ def test_images_of_another_row_are_seen(family):
 def own_inputs(family: str, one: Example) -> dict[str, torch.Tensor]:
     """What plain transformers takes: no positions, the processor's keys, a mask."""
     keys = FAMILIES[family].keys
-    inputs = {n: v[None] if keys[n].kind == "token" else v for n, v in one.fields.items() if n in keys}
+    inputs = {
+        n: v[None] if keys[n].kind == "token" else v for n, v in one.fields.items() if n in keys
+    }
     ids = one.fields["input_ids"][None]
     return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -194,5 +196,3 @@ def test_log_probs_come_in_reading_order_of_the_labels(family):
     places = (one.fields["labels"] != IGNORE).nonzero()[:, 0]
     wanted = F.log_softmax(logits, -1)[places - 1, one.fields["labels"][places]]
     assert torch.allclose(logprobs(family, Batch.of([one]).pack()), wanted, atol=1e-5)
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -300,12 +301,13 @@ def test_a_batch_of_nothing_is_an_error():
 def test_a_copy_to_the_host_is_waited_for():
     waits = []
 
-    class OnDevice(torch.Tensor):
+    class OnDevice:
         def to(self, device, non_blocking=False):
             waits.append((str(device), not non_blocking))
             return self
 
-    column = Ragged(Key("token"), [OnDevice()])
+    row: Any = OnDevice()
+    column = Ragged(Key("token"), [row])
     column.to("cpu")
     column.to("cuda")
     assert waits == [("cpu", True), ("cuda", False)]

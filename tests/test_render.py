@@ -1,9 +1,10 @@
-"""A conversation becomes an example: right ids, right labels, right pictures, or a clear refusal."""
+"""A conversation becomes an example: right ids, right labels, right pictures, or a refusal."""
 
 from __future__ import annotations
 
 import pickle
 import re
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -119,6 +120,17 @@ def test_a_placeholder_token_that_a_template_writes_in_an_answer_carries_no_loss
     assert runs(made, made.example(row(user("q"), assistant("yes")))) == ["yes"]
 
 
+def test_the_first_token_of_a_row_carries_no_loss():
+    """Nothing stands before it, and in a packed sequence another row would."""
+    template = (
+        "{% for m in messages if m.role != 'user' %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    made = Renderer(with_template("qwen3", template, "bare"))
+    example = made.example(row(user("q"), assistant("42")))
+    assert marked(made, example) == "4«2<|im_end|>»"
+    assert example.fields["loss_weight"].tolist() == [0, 1, 1]
+
+
 def test_a_row_ending_with_a_question_keeps_it_without_loss():
     turns = user("q"), assistant("a"), user("and?")
     assert marked(renderer("qwen3"), example_of(*turns, family="qwen3")).endswith(
@@ -185,7 +197,20 @@ def test_the_private_mark_never_reaches_the_ids():
     assert runs(made, example) == [f"{MARK}\n{EOT}"]
 
 
-PIECES = [*TYPED, "<image>", "<|im_", "end|>", "\n", " ", "a", "the cat", "é", "👩‍👩‍👧", "7", "assistant\n"]
+PIECES = [
+    *TYPED,
+    "<image>",
+    "<|im_",
+    "end|>",
+    "\n",
+    " ",
+    "a",
+    "the cat",
+    "é",
+    "👩‍👩‍👧",
+    "7",
+    "assistant\n",
+]
 texts = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
 
 
@@ -194,7 +219,7 @@ def conversations(draw):
     """User and assistant turns in any order after a first question, images anywhere."""
     turns, count = [], 0
     for i in range(draw(st.integers(2, 5))):
-        role = "user" if i == 0 else draw(st.sampled_from(["user", "assistant"]))
+        role: Any = "user" if i == 0 else draw(st.sampled_from(["user", "assistant"]))
         parts: list = []
         for _ in range(draw(st.integers(1, 3))):
             if role == "user" and draw(st.booleans()):
@@ -240,18 +265,18 @@ def test_ids_of_ordinary_rows_are_those_of_apply_chat_template(family):
     loader = transformers.AutoProcessor if vision else transformers.AutoTokenizer
     plain = loader.from_pretrained(tiny(family))
     picture = noise(90, 60)
-    first = {"role": "user", "content": "What is it?"}
+    says = [("user", "What is it?"), ("assistant", "A cat."), ("user", "Sure?")]
+    says.append(("assistant", "Yes, 42 of them.\n"))
+    messages: list[Any] = [{"role": role, "content": text} for role, text in says]
     if vision:
-        parts = [{"type": "image", "image": picture.value}, {"type": "text", "text": "What is it?"}]
-        first = {"role": "user", "content": parts}
-    says = [("assistant", "A cat."), ("user", "Sure?"), ("assistant", "Yes, 42 of them.\n")]
-    wrap = (lambda text: [{"type": "text", "text": text}]) if vision else str
-    messages = [first, *({"role": role, "content": wrap(text)} for role, text in says)]
-    wanted = plain.apply_chat_template(
+        for message in messages:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        messages[0]["content"].insert(0, {"type": "image", "image": picture.value})
+    wanted: Any = plain.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_tensors="pt"
     )
     slot = [0] if vision else []
-    turns = user(*slot, "What is it?"), *(turn(role, text) for role, text in says)
+    turns = user(*slot, "What is it?"), *(turn(role, text) for role, text in says[1:])
     example = example_of(*turns, images=[picture] * vision, family=family)
     for name, value in wanted.items():
         if name != "attention_mask":
@@ -404,7 +429,8 @@ def test_a_square_is_padded_with_the_processors_mean_colour():
     assert fitted.size == (90, 90)
     assert fitted.getpixel((45, 45)) == (255, 0, 0)
     mean = renderer("qwen2_5_vl").processor.image_processor.image_mean
-    assert np.allclose(fitted.getpixel((45, 5)), [255 * c for c in mean], atol=0.5)
+    edge: Any = fitted.getpixel((45, 5))
+    assert np.allclose(edge, [255 * c for c in mean], atol=0.5)
     assert picture("pad_square", 56, (90, 30)).size == (56, 56)
 
 

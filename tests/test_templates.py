@@ -230,7 +230,7 @@ def test_a_template_that_rewrites_what_stands_before_an_answer_is_refused():
         + PLAIN.replace("END", "'<|im_end|>'").replace("{{ OPEN }}", OPEN)
     )
     turns = user("q"), assistant("yes"), user("q"), assistant("no")
-    with pytest.raises(RowError, match="rewrites what stands before turn 2.*one answer a row"):
+    with pytest.raises(RowError, match=r"rewrites what stands before turn 2.*one answer a row"):
         spans(template, *turns)
 
 

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,11 @@ def with_newline_runs(family: str) -> str:
     shutil.copytree(tiny(family), out)
     file = out / "tokenizer.json"
     data = json.loads(file.read_text())
-    data["model"]["vocab"] |= {"ĊĊ": 380, "ĊĊĊ": 381}  # Ċ stands for the byte 10
+    vocab = data["model"]["vocab"]
+    vocab |= {"ĊĊ": len(vocab), "ĊĊĊ": len(vocab) + 1}  # Ċ stands for the byte 10
     data["model"]["merges"] += [["Ċ", "Ċ"], ["ĊĊ", "Ċ"]]
+    for token in data["added_tokens"]:
+        token["id"] += 2  # control tokens stand behind the words
     file.write_text(json.dumps(data))
     return str(out)
 
@@ -149,4 +153,4 @@ def _pieces(made: Renderer, example: Example) -> list[tuple[str, bool]]:
     loss = (labels != IGNORE).tolist()
     assert torch.equal(labels[labels != IGNORE], ids[labels != IGNORE])
     edges = [0, *(i for i in range(1, len(ids)) if loss[i] != loss[i - 1]), len(ids)]
-    return [(made.tokenizer.decode(ids[a:b]), loss[a]) for a, b in zip(edges, edges[1:])]
+    return [(made.tokenizer.decode(ids[a:b]), loss[a]) for a, b in pairwise(edges)]

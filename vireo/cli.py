@@ -50,6 +50,13 @@ def _hint(name: str, names: list[str]) -> str:
     return f"; did you mean {near}?" if near else f"; there are {', '.join(names)}"
 
 
+def _no_bars() -> None:
+    """No progress bars of transformers for models that load in a second."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def _train(argv: list[str]) -> int:
     from vireo.train import main as train
 
@@ -60,11 +67,16 @@ def _tiny(argv: list[str]) -> None:
     parser = _Parser("tiny")
     parser.add_argument("family", help="model family")
     parser.add_argument("out", help="folder to write")
+    parser.add_argument("--size", choices=("demo", "test"), help="1.1 M or 0.3 M parameters")
     parser.add_argument("--seed", type=int, help="seed of the random weights")
     given = parser.read(argv)
     from vireo.families.tiny import build
 
-    build(given["family"], given["out"], **_without(given, "family", "out"))
+    _no_bars()
+    try:
+        build(given["family"], given["out"], **_without(given, "family", "out"))
+    except LookupError as error:
+        raise InputError(f"{parser.prog}: {error}") from error
     print(f"wrote {given['out']}")
 
 
@@ -73,13 +85,11 @@ def _data(argv: list[str]) -> None:
     parser.add_argument("kind", choices=("digits", "shapes"), help="which data")
     parser.add_argument("out", help="folder to write")
     parser.add_argument("--rows", type=int, help="rows to draw (shapes only)")
-    parser.add_argument("--seed", type=int, help="seed of the drawing (shapes only)")
+    parser.add_argument("--seed", type=int, help="seed of the order and of what is drawn")
     given = parser.read(argv)
     options = _without(given, "kind", "out")
-    if given["kind"] == "digits" and options:
-        raise InputError(
-            f"vireo data digits: --{next(iter(options))} is for shapes; digits are fixed"
-        )
+    if given["kind"] == "digits" and "rows" in options:
+        raise InputError(f"{parser.prog} digits: --rows is for shapes; there are 1,797 digits")
     from vireo.data import synthetic
 
     write = synthetic.write_digits if given["kind"] == "digits" else synthetic.write_shapes
@@ -106,6 +116,7 @@ def _export(argv: list[str]) -> None:
     given = parser.read(argv)
     from vireo.training.export import export
 
+    _no_bars()
     export(given["ckpt"], given["out"], **_without(given, "ckpt", "out"))
     print(f"wrote {given['out']}")
 
@@ -114,7 +125,12 @@ def _eval(argv: list[str]) -> None:
     parser = _Parser("eval")
     parser.add_argument("--model", required=True, help="folder or Hub name of the model")
     parser.add_argument("--eval_file", required=True, help="data file")
+    parser.add_argument("--processor", help="folder or Hub name of the processor")
     parser.add_argument("--image_root", help="folder that image paths start from")
+    parser.add_argument("--image_size", type=int, help="size of an image, as in training")
+    parser.add_argument(
+        "--image_strategy", choices=("longest", "pad_square"), help="as in training"
+    )
     parser.add_argument("--limit", type=int, help="rows at most")
     parser.add_argument("--max_new_tokens", type=int, help="longest answer in tokens")
     parser.add_argument("--batch_size", type=int, help="rows answered at once")
@@ -124,6 +140,7 @@ def _eval(argv: list[str]) -> None:
 
     from vireo.evaluation import evaluate_files
 
+    _no_bars()
     print(json.dumps(evaluate_files(**given), indent=2))
 
 
@@ -135,6 +152,8 @@ def _demo(argv: list[str]) -> None:
     given = parser.read(argv)
     from vireo.demo import run
 
+    print("importing torch and transformers ...", flush=True)
+    _no_bars()
     run(**given)
 
 

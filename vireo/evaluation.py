@@ -6,17 +6,18 @@ Used by the trainers (on the sharded policy) and by `vireo eval` (on a plain mod
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vireo.data.conversation import Conversation, read_rows
+from vireo.data.loader import StepRows
 from vireo.data.packing import by_rows
 from vireo.data.ragged import Batch
 from vireo.data.render import Renderer
-from vireo.errors import InputError
+from vireo.errors import InputError, RowError
 from vireo.training.engine import TrainEngine
 
 _NOT_FOR_GENERATION = ("labels", "loss_weight", "positions")
@@ -76,16 +77,19 @@ def accuracy(answers: Sequence[dict[str, Any]]) -> float:
 
 
 def held_out_loss(
-    engine: TrainEngine, renderer: Renderer, rows: Sequence[Conversation], batch_rows: int
+    engine: TrainEngine,
+    steps: Iterable[StepRows],
+    batch_rows: int,
+    refuse: Callable[[list[RowError]], None],
 ) -> float:
-    """Mean loss per supervised token over `rows`, shared out over the ranks; collective."""
-    parallel = engine.parallel
+    """Mean loss per unit of token weight over all `steps`, shared out over the ranks; collective.
+
+    `refuse` is told of rows that could not be read, on every rank at once.
+    """
     total = weight = 0.0
-    window = batch_rows * parallel.world
-    for first in range(0, len(rows), window):
-        mine = range(first + parallel.rank, min(first + window, len(rows)), parallel.world)
-        examples = [renderer.example(rows[i]) for i in mine]
-        sums = engine.evaluate(by_rows(examples, batch_rows) if examples else [])
+    for step in steps:
+        refuse(step.refused)
+        sums = engine.evaluate(by_rows(step.examples, batch_rows))
         total, weight = total + sums[0], weight + sums[1]
     return total / max(weight, 1e-12)
 
@@ -130,7 +134,10 @@ def evaluate_files(
     from vireo.report.run_folder import write_samples
 
     folder = local_folder(model)
-    renderer = Renderer(folder, processor, image_size=image_size, image_strategy=image_strategy)
+    processor_folder = local_folder(processor) if processor else None
+    renderer = Renderer(
+        folder, processor_folder, image_size=image_size, image_strategy=image_strategy
+    )
     rows = read_rows(eval_file, image_root=image_root)
     chosen = [rows[i] for i in range(min(len(rows), limit or len(rows)))]
     if not chosen:

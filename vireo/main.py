@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,10 @@ def run_main(fn: Callable[[], object], *, debug: bool = False) -> int:
     except VireoError as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        # Ranks that fail together say so one after the other; the first line is rank 0's own.
+        rank = os.environ.get("RANK", "0")
+        who = "" if rank == "0" else f"rank {rank}: "
+        print(f"{who}error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -80,6 +80,8 @@ def start(
         torch.cuda.set_device(device)
     if not shard:
         return Parallel(0, 1, device, None)
+    if sharding == "full" and shard_size is not None:
+        raise InputError("--fsdp_shard_size is for --fsdp_sharding hybrid; leave it out")
     shape, names = mesh_shape(sharding, shard_size, world)
     owner = not dist.is_initialized()
     if owner:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class Example:
 
 
 class Ragged:
-    """One key over many rows: a tensor a row (None where a row lacks the key) and the key's kind."""
+    """One key over many rows: its kind, and a tensor a row (None where a row lacks the key)."""
 
     def __init__(self, key: Key, rows: Sequence[Tensor | None]):
         self.key, self.rows = key, list(rows)
@@ -109,7 +110,7 @@ class Ragged:
             spans = [slice(0, size) for size in row.shape]
             if left and self.key.kind == "token":
                 spans[-1] = slice(shape[-1] - row.shape[-1], None)
-            out[(i, *spans)] = row
+            out[i][tuple(spans)] = row
         return out
 
 
@@ -164,7 +165,7 @@ class Batch:
     def split(self, parts: int) -> list[Batch]:
         """`parts` batches of consecutive rows whose sizes differ by at most one."""
         edges = [round(i * len(self) / parts) for i in range(parts + 1)]
-        return [self[a:b] for a, b in zip(edges, edges[1:])]
+        return [self[a:b] for a, b in pairwise(edges)]
 
     @staticmethod
     def cat(batches: Sequence[Batch]) -> Batch:
@@ -174,7 +175,7 @@ class Batch:
         keys = {name: column.key for name, column in self.columns.items()}
         return [
             Example(
-                {n: c.rows[i] for n, c in self.columns.items() if c.rows[i] is not None},
+                {n: v for n, c in self.columns.items() if (v := c.rows[i]) is not None},
                 keys,
                 self.images[i],
                 self.where[i],

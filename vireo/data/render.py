@@ -61,11 +61,15 @@ class Renderer:
                 chat_template, self.family.placeholder or "", tokenizer
             )
         if not isinstance(template, str):
-            raise InputError(f"{processor_path or model_path}: no chat template beside the tokenizer")
+            raise InputError(
+                f"{processor_path or model_path}: no chat template beside the tokenizer"
+            )
         self.tokenizer = tokenizer
         self.template = ChatTemplate(template, tokenizer, parts=self.family.has_vision)
         self.controls = control_tokens(tokenizer)
-        tokenizer.add_tokens([AddedToken(MARK, special=True, normalized=False)], special_tokens=True)
+        tokenizer.add_tokens(
+            [AddedToken(MARK, special=True, normalized=False)], special_tokens=True
+        )
         self.mark_id = tokenizer.convert_tokens_to_ids(MARK)
         self._typed = re.compile("|".join(map(re.escape, [*self.controls, MARK])))
         self.keys = {**BASE_KEYS, **self.family.keys}
@@ -110,7 +114,9 @@ class Renderer:
         blank = Image.new("RGB", (8, 8), "white")
         text = self.template.render([turn]) + (self.family.placeholder or "")
         out = self._call(text, [blank])
-        return {n: out[n] for n, key in self.family.keys.items() if key.kind != "token" and n in out}
+        return {
+            n: out[n] for n, key in self.family.keys.items() if key.kind != "token" and n in out
+        }
 
     def empty(self) -> Example:
         """Two tokens of which one carries loss: what a rank runs when it has nothing left."""
@@ -189,13 +195,15 @@ class Renderer:
         for turn in turns:
             # Found in the turn's whole text: templates may join what stands in several parts.
             whole = turn.text
-            found = [match.span() for match in self._typed.finditer(whole)]
+            spans = [match.span() for match in self._typed.finditer(whole)]
             parts: list[Any] = []
             start = 0
             for part in turn.parts:
                 if isinstance(part, Text):
                     end = start + len(part.text)
-                    inside = [(max(a, start), min(b, end)) for a, b in found if a < end and b > start]
+                    inside = [
+                        (max(a, start), min(b, end)) for a, b in spans if a < end and b > start
+                    ]
                     piece = ""
                     for a, b in inside:
                         piece += whole[start:a] + MARK

@@ -27,7 +27,9 @@ class ChatTemplate:
         self.template, self.tokenizer, self.parts = template, tokenizer, parts
         self.end_of_turn = self._find_end_of_turn()
 
-    def render(self, turns: Sequence[Turn], tools: Sequence[dict] = (), prompt: bool = False) -> str:
+    def render(
+        self, turns: Sequence[Turn], tools: Sequence[dict] = (), prompt: bool = False
+    ) -> str:
         """The text of `turns`; with `prompt`, followed by what opens the assistant's answer."""
         messages = [self._message(turn) for turn in turns]
         try:
@@ -106,7 +108,9 @@ class ChatTemplate:
         content: Any = turn.text
         if self.parts:
             content = [
-                {"type": "image"} if isinstance(part, Image) else {"type": "text", "text": part.text}
+                {"type": "image"}
+                if isinstance(part, Image)
+                else {"type": "text", "text": part.text}
                 for part in turn.parts
             ]
         message: dict[str, Any] = {"role": turn.role, "content": content}
@@ -123,7 +127,9 @@ class ChatTemplate:
         except RowError as error:
             raise InputError(f"the model's chat template does not work: {error.message}") from error
         tail = text[text.rindex(probe) + len(probe) :]
-        found = re.match(r"\s*(" + "|".join(map(re.escape, control_tokens(self.tokenizer))) + ")", tail)
+        found = re.match(
+            r"\s*(" + "|".join(map(re.escape, control_tokens(self.tokenizer))) + ")", tail
+        )
         return found.group(1) or None if found else None
 
 

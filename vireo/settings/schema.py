@@ -55,7 +55,9 @@ class DataSettings(Section):
         description="How an image meets its size: scale the longest side, or pad to a square.",
     )
     pack_multi_image: bool = Field(
-        default=True, description="Let rows with several images share a packed micro-batch."
+        default=True,
+        description="Keep all images of a row in one sequence, in reading order. false: a row "
+        "with several images is refused.",
     )
     max_length: int | None = Field(
         default=None,

@@ -5,6 +5,7 @@ Shared by the trainers `fsdp_vlm` (vision-language models) and `fsdp` (text mode
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 
 from vireo import parallel as parallel_module
-from vireo.data.conversation import read_rows
-from vireo.data.loader import Plan, StepLoader
-from vireo.data.packing import by_rows, by_tokens
+from vireo.data.conversation import Conversation, read_rows
+from vireo.data.loader import Plan, StepLoader, StepRows
+from vireo.data.packing import by_rows, by_tokens, too_large
 from vireo.data.ragged import Batch
 from vireo.data.render import Renderer
 from vireo.errors import InputError, RowError
@@ -110,23 +111,15 @@ class Sft:
         rate = schedule(
             settings.optim.lr_scheduler, settings.optim.lr, self.steps, settings.optim.warmup_ratio
         )
-        loader = StepLoader(
-            self.rows,
-            self.renderer,
-            self.plan,
-            rank=parallel.rank,
-            world=parallel.world,
-            start=self.position,
-            stop=self.plan.position(self.steps),
-            workers=settings.data.num_workers,
+        loader = self._loader(
+            self.rows, self.plan, start=self.position, stop=self.plan.position(self.steps)
         )
         bar = progress_bar(self.steps, self.step, parallel.main)
         clock = time.perf_counter()
         saved = evaluated = -1
         for item in loader:
-            self._refuse(item.refused)
             lr = rate(self.step)
-            result = engine.step(self._micro_batches(item.examples), lr)
+            result = engine.step(self._micro_batches(item), lr)
             self.step, self.position = self.step + 1, item.position
             now = time.perf_counter()
             seconds, clock = now - clock, now
@@ -163,10 +156,14 @@ class Sft:
             self._save(engine)
         self.folder.say(f"done: {self.step} steps, run folder {self.output}")
 
-    def _micro_batches(self, examples: list) -> list[Batch]:
-        if self.settings.batch.max_tokens_per_gpu is not None:
-            return by_tokens(examples, self.settings.batch.max_tokens_per_gpu)
-        return by_rows(examples, self.size.chunk)
+    def _micro_batches(self, item: StepRows) -> list[Batch]:
+        """This rank's micro-batches of a step, once every rank knows which rows are refused."""
+        budget = self.settings.batch.max_tokens_per_gpu
+        if budget is None:
+            self._refuse(item.refused)
+            return by_rows(item.examples, self.size.chunk)
+        self._refuse(item.refused + too_large(item.examples, budget))
+        return by_tokens([e for e in item.examples if len(e) <= budget], budget)
 
     # -- parts -------------------------------------------------------------------------------
 
@@ -214,10 +211,13 @@ class Sft:
 
     def _evaluate(self, engine: TrainEngine) -> int:
         run = self.settings.run
-        loss = held_out_loss(engine, self.renderer, self.eval_rows, self.size.chunk)
+        rows = len(self.eval_rows)
+        plan = Plan(rows, self.size.chunk * self.parallel.world, self.size.chunk, shuffle=False)
+        steps = self._loader(self.eval_rows, plan, start=0, stop=rows)
+        loss = held_out_loss(engine, steps, self.size.chunk, self._refuse)
         record: dict[str, Any] = {"step": self.step, "eval_loss": loss}
         line = f"eval at step {self.step}: loss {loss:.4f}"
-        shown = [self.eval_rows[i] for i in range(min(run.eval_samples, len(self.eval_rows)))]
+        shown = self._readable(self.eval_rows, run.eval_samples)
         if shown:
             answers = policy_answers(engine, self.renderer, shown, run.max_new_tokens)
             record["eval_exact_match"] = accuracy(answers)
@@ -258,6 +258,18 @@ class Sft:
         if self.settings.model.chat_template is not None:
             (out / "chat_template.jinja").write_text(self.renderer.template.template)
 
+    def _loader(self, rows: Any, plan: Plan, start: int, stop: int) -> StepLoader:
+        return StepLoader(
+            rows,
+            self.renderer,
+            plan,
+            rank=self.parallel.rank,
+            world=self.parallel.world,
+            start=start,
+            stop=stop,
+            workers=self.settings.data.num_workers,
+        )
+
     # -- data --------------------------------------------------------------------------------
 
     def _read(self, file: str) -> Any:
@@ -272,6 +284,17 @@ class Sft:
             raise InputError(f"{file} has no row that can be used")
         return rows
 
+    def _readable(self, rows: Any, count: int) -> list[Conversation]:
+        """The first `count` rows whose prompts can be made; bad ones were refused or listed."""
+        found: list[Conversation] = []
+        for i in range(len(rows)):
+            if len(found) == count:
+                break
+            with contextlib.suppress(RowError):
+                self.renderer.prompt(rows[i])
+                found.append(rows[i])
+        return found
+
     def _refuse(self, refused: list[RowError]) -> None:
         """Skip and count rows refused on any rank, or stop every rank with the first of them."""
         if not self.parallel.max([len(refused)])[0]:
@@ -279,9 +302,10 @@ class Sft:
         everywhere = [error for part in self.parallel.gather(refused) for error in part]
         if self.settings.data.on_bad_row == "error":
             raise everywhere[0]
-        for error in everywhere:
-            self.skipped.append(str(error))
-            self.folder.say(f"skipped {error}")
+        for text in map(str, everywhere):
+            if text not in self.skipped:  # each epoch and each evaluation meets it again
+                self.skipped.append(text)
+                self.folder.say(f"skipped {text}")
 
     def _validate_all(self) -> None:
         """Render every row once, shared out over the ranks, before the model is built."""

@@ -10,11 +10,14 @@ A checkpoint folder `step-N` holds
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
+import warnings
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +60,10 @@ def save(
     options = StateDictOptions(full_state_dict=full, cpu_offload=full)
     model, optim = get_state_dict(policy, optimizer, options=options)
     state = {"model": model, "optim": optim}
-    if full:
-        if parallel.main:
-            dcp.save(state, checkpoint_id=aside / "state", no_dist=True)
-    else:
-        dcp.save(state, checkpoint_id=aside / "state", no_dist=parallel.world == 1)
+    alone = full or parallel.world == 1
+    if not alone or parallel.main:
+        with expected_alone():
+            dcp.save(state, checkpoint_id=aside / "state", no_dist=alone)
     torch.save(_rng_state(), aside / f"rng-{parallel.rank}.pt")
     if parallel.main:
         write_hf(aside / "hf")
@@ -90,7 +92,8 @@ def load(
     model, optim = get_state_dict(policy, optimizer)
     state: dict[str, Any] = {"model": model, "optim": optim}
     try:
-        dcp.load(state, checkpoint_id=path / "state", no_dist=parallel.world == 1)
+        with expected_alone():
+            dcp.load(state, checkpoint_id=path / "state", no_dist=parallel.world == 1)
     except Exception as error:
         raise InputError(
             f"{path}: the checkpoint cannot be read into this model: {error}"
@@ -102,6 +105,14 @@ def load(
     if rng.exists() and progress["world"] == parallel.world:
         _set_rng_state(torch.load(rng, weights_only=False))
     return progress
+
+
+@contextlib.contextmanager
+def expected_alone() -> Iterator[None]:
+    """Without torch's warning that one process reads or writes alone: here that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def read_progress(path: Path) -> dict[str, Any]:

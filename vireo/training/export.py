@@ -13,7 +13,7 @@ from transformers import AutoConfig, GenerationConfig
 from vireo.errors import InputError
 from vireo.families import family_of
 from vireo.models.build import empty_policy, init_buffers
-from vireo.training.checkpoint import verify
+from vireo.training.checkpoint import expected_alone, verify
 
 # Small files of a model folder that an export takes over as they are.
 SIDE_FILES = (
@@ -48,7 +48,8 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str = "auto") -> Path
     policy.hf.tie_weights()
     init_buffers(policy.hf)
     state = {"model": policy.state_dict()}
-    dcp.load(state, checkpoint_id=path / "state", no_dist=True)
+    with expected_alone():
+        dcp.load(state, checkpoint_id=path / "state", no_dist=True)
     # A fresh, unsharded instance of the original class writes the names of the published layout;
     # tied tensors are dropped by it, and the config's type is set here because a cast does not.
     hf = policy.hf.to(kind)
