@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import multiprocessing
 import resource
 from collections import Counter
 from typing import Any
@@ -186,7 +186,21 @@ def test_an_error_that_is_no_refusal_stops_the_run(workers):
     steps = loader(Plan(6, 2, shuffle=False), Numbers(broken=3), stop=6, workers=workers)
     with pytest.raises(ZeroDivisionError, match="row 3 breaks the program"):
         list(steps)
-    gc.collect()  # the traceback holds the workers; they would outlive those of the next test
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_workers_end_with_the_reading(after):
+    """However it ends: a loop that is left, or an error, whose traceback lives on."""
+    reading: Any = iter(loader(Plan(8, 2, shuffle=False), Numbers(broken=3), stop=8, workers=2))
+    assert numbers(next(reading)) == [0, 1]
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    if after:
+        with pytest.raises(ZeroDivisionError):
+            next(reading)
+    else:
+        reading.close()
+    assert not multiprocessing.active_children()
 
 
 def test_workers_make_the_same_examples(tmp_path):

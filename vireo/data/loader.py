@@ -111,13 +111,16 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[StepRows]:
         stream = iter(self.loader)
-        for mine, end in self.steps():
-            got = [next(stream) for _ in mine]
-            yield StepRows(
-                [item.example() for item in got if isinstance(item, _Sent)],
-                [item for item in got if isinstance(item, RowError)],
-                end,
-            )
+        try:
+            for mine, end in self.steps():
+                got = [next(stream) for _ in mine]
+                yield StepRows(
+                    [item.example() for item in got if isinstance(item, _Sent)],
+                    [item for item in got if isinstance(item, RowError)],
+                    end,
+                )
+        finally:  # else the traceback of an error keeps the workers
+            getattr(stream, "_shutdown_workers", lambda: None)()
 
 
 class _Sent:
