@@ -24,7 +24,7 @@ def run_main(fn: Callable[[], object], *, debug: bool = False) -> int:
         # Ranks that fail together say so one after the other; the first line is rank 0's own.
         rank = os.environ.get("RANK", "0")
         who = "" if rank == "0" else f"rank {rank}: "
-        print(f"{who}error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.stderr.write(f"{who}error: {' '.join(str(error).split())}\n")  # in one piece
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
