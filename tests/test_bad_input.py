@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.launch import ROOT, environment, torchrun_command
 from tests.launch import vireo as run_vireo
@@ -92,6 +94,31 @@ def test_one_clear_line_and_exit_code_2(
         assert words in lines[0]
 
 
+def test_weights_that_cannot_be_read_are_bad_input(good, tmp_path: Path, capsys) -> None:
+    shutil.copytree(good["vlm_model_name_or_path"], tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    changes = {"vlm_model_name_or_path": str(tmp_path / "model")}
+    assert main(attempt(good, tmp_path / "run", **changes)) == 2
+    error = capsys.readouterr().err
+    assert "its weights cannot be read" in error
+    assert "Traceback" not in error
+
+
+def test_a_head_that_differs_from_its_tied_embedding_is_refused(
+    good, tmp_path: Path, capsys
+) -> None:
+    shutil.copytree(good["vlm_model_name_or_path"], tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    embedding = next(v for name, v in weights.items() if "embed_tokens" in name)
+    changes = {"vlm_model_name_or_path": str(tmp_path / "model")}
+    for number, (head, code) in enumerate(((embedding.clone(), 0), (embedding + 1, 2))):
+        save_file(weights | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+        assert main(attempt(good, tmp_path / f"run-{number}", **changes)) == code
+    assert "tie_word_embeddings" in capsys.readouterr().err
+
+
 def break_image(folder: Path, kind: str) -> Path:
     rows = write_rows(folder, [1, 1, 1])
     if kind == "missing":
@@ -133,7 +160,23 @@ def test_a_row_over_the_token_budget_is_refused_by_name(good, tmp_path: Path, ca
     assert main(attempt(good, tmp_path / "run", **more)) == 2
     error = capsys.readouterr().err
     assert "(id 'r" in error
-    assert "--max_tokens_per_gpu 32" in error
+    assert "the limit is 32: raise --max_tokens_per_gpu" in error
+
+
+def test_a_run_without_a_usable_row_is_no_success(good, tmp_path: Path, capsys) -> None:
+    more = {"max_length": "10", "on_bad_row": "skip", "max_steps": "5"}
+    assert main(attempt(good, tmp_path / "run", **more)) == 2
+    error = capsys.readouterr().err
+    assert "every row was refused" in error
+    assert "too_long" in error
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_other_lora_settings_without_a_rank_are_said_to_do_nothing(
+    good, tmp_path: Path, capsys
+) -> None:
+    assert main(attempt(good, tmp_path / "run", lora_r="0", lora_alpha="32")) == 0
+    assert "the other lora settings have no effect" in capsys.readouterr().out
 
 
 def test_a_bad_row_of_the_evaluation_file_is_refused_or_skipped(

@@ -234,5 +234,7 @@ def test_another_package_adds_a_trainer_by_entry_point(trainer, monkeypatch):
     entry = registry.EntryPoint("theirs", "toy_trainer:run", registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
     assert registry.find("theirs") is trainer.run
-    with pytest.raises(InputError, match=r"did you mean theirs\? Trainers: fsdp_vlm, theirs, toy"):
+    with pytest.raises(
+        InputError, match=r"did you mean theirs\? Trainers: fsdp, fsdp_vlm, theirs, toy"
+    ):
         registry.find("their")

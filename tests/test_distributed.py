@@ -86,3 +86,34 @@ def test_a_rank_without_images_neither_hangs_nor_changes_the_result(prepared, wo
 @pytest.mark.slow
 def test_hybrid_sharding_gives_the_gradient_of_one_rank(prepared) -> None:
     assert results(prepared, 4, ["hybrid"])["hybrid"]["difference"] < 1e-5
+
+
+def test_bfloat16_computes_in_bfloat16_but_rotary_angles_stay_float32(prepared) -> None:
+    _, model, data = prepared
+    parallel = parallel_module.start()
+    try:
+        engine, renderer = engine_for(str(model), parallel, dtype=torch.bfloat16)
+        seen = {}
+
+        def look(name: str):
+            def hook(_module, arguments, options) -> None:
+                cos, _ = options["position_embeddings"]
+                seen[name] = (arguments[0].dtype, cos.dtype)
+
+            return hook
+
+        visual, language = engine.policy.hf.model.visual, engine.policy.hf.model.language_model
+        visual.blocks[0].register_forward_pre_hook(look("vision"), with_kwargs=True)
+        language.layers[0].register_forward_pre_hook(look("language"), with_kwargs=True)
+        batch = by_rows(examples_of(renderer, data)[:1], 1)[0]
+        logprobs, _ = engine.forward(batch)
+        logprobs.sum().backward()
+        assert seen["vision"] == (torch.bfloat16, torch.float32)
+        assert seen["language"][0] == torch.bfloat16
+        assert logprobs.dtype == torch.float32
+        assert all(p.dtype == torch.float32 for p in engine.policy.parameters())
+        engine.evaluate([batch])
+        weights = dict(engine.named_weights())  # after a forward alone: still the masters
+        assert all(weight.dtype == torch.float32 for weight in weights.values())
+    finally:
+        parallel.close()

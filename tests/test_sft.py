@@ -169,6 +169,111 @@ def test_only_the_newest_checkpoints_are_kept(base: Path) -> None:
     }
 
 
+def test_the_final_checkpoint_is_saved_before_the_evaluation(base: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "data", [1])
+    (tmp_path / "data" / "0.png").write_bytes(b"broken")
+    with pytest.raises(InputError, match="r0"):
+        train(base, "bad-eval", f"--eval_file={rows}")
+    assert [p.name for p in checkpoints(base / "bad-eval" / "checkpoints")] == [f"step-{STEPS}"]
+
+
+def test_a_finished_run_stays_as_it_is(base: Path) -> None:
+    rows = base / "data" / "rows.json"
+    more = [f"--eval_file={rows}", "--max_new_tokens=2", "--eval_samples=2"]
+    new = train(base, "finished", *more)
+    before = (new / "metrics.jsonl").read_text()
+    train(base, "finished", *more, "--resume=auto")
+    assert (new / "metrics.jsonl").read_text() == before
+
+
+def test_resuming_from_an_older_checkpoint_is_refused(base: Path, unbroken: Path) -> None:
+    new = stopped_at(unbroken, 3, base / "branch")
+    with pytest.raises(InputError, match="step-3"):
+        train(base, new.name, f"--resume={new / 'checkpoints' / 'step-2'}")
+    train(
+        base,
+        new.name,
+        f"--resume={unbroken / 'checkpoints' / 'step-2'}",
+        f"--save_dir={base / 'b'}",
+    )
+    assert losses(new) == pytest.approx(losses(unbroken), abs=1e-6)
+
+
+@pytest.mark.parametrize("change", ["--seed=7", "--shuffle=false", "--train_file={other}"])
+def test_another_order_of_rows_is_refused_on_resume(
+    change: str, base: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    counts = [1, 0, 2, 1, 0, 0, 1, 3, 0, 1, 0, 1, 1]  # as many rows, another file
+    other = write_rows(tmp_path / "data", counts)
+    new = stopped_at(unbroken, 3, tmp_path / "run")
+    with pytest.raises(InputError, match=r"step-3 was trained with"):
+        train(base, str(new), "--resume=auto", change.replace("{other}", str(other)))
+
+
+def test_optimizer_settings_of_the_resumed_run_hold(base: Path, unbroken: Path) -> None:
+    new = stopped_at(unbroken, 3, base / "decay")
+    train(base, new.name, "--resume=auto", "--weight_decay=0.5")
+    assert losses(new)[4:] != pytest.approx(losses(unbroken)[4:], abs=1e-5)
+
+
+def test_a_killed_save_or_prune_leaves_nothing_behind(base: Path, unbroken: Path) -> None:
+    new = stopped_at(unbroken, 3, base / "leftovers")
+    for name in (".writing-step-9", ".deleting-step-3"):
+        (new / "checkpoints" / name / "state").mkdir(parents=True)
+    train(base, new.name, "--resume=auto", "--save_steps=1", "--keep_checkpoints=1")
+    assert [p.name for p in (new / "checkpoints").iterdir()] == [f"step-{STEPS}"]
+
+
+def test_the_trained_chat_template_is_exported(base: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(base / "model", tmp_path / "model")
+    own = (tmp_path / "model" / "chat_template.jinja").read_text()
+    (tmp_path / "model" / "chat_template.json").write_text(json.dumps({"chat_template": own}))
+    bad = {"temperature": 0.7, "repetition_penalty": 1.05}  # which transformers refuses to save
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(bad))
+    more = [f"--vlm_model_name_or_path={tmp_path / 'model'}", "--chat_template=minicpm"]
+    new = train(base, str(tmp_path / "run"), *more)
+    out = export(new / "checkpoints" / f"step-{STEPS}", tmp_path / "out")
+    from transformers import AutoProcessor
+
+    found = AutoProcessor.from_pretrained(out).chat_template
+    assert found != own
+    assert "helpful assistant" not in found
+    assert json.loads((out / "generation_config.json").read_text()) == bad
+
+
+def test_the_models_own_config_is_exported_whatever_the_processors_folder_holds(
+    base: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    build("qwen2_5_vl", tmp_path / "processor", size="test")
+    more = [f"--processor_name_or_path={tmp_path / 'processor'}"]
+    new = train(base, str(tmp_path / "run"), *more)
+    out = export(new / "checkpoints" / f"step-{STEPS}", tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "qwen2_vl"
+    own = json.loads((base / "model" / "config.json").read_text())
+    assert config["text_config"] == own["text_config"]
+
+
+def test_resuming_into_another_model_is_bad_input(
+    base: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    model = build("qwen2_vl", tmp_path / "model", size="test", num_hidden_layers=3)
+    new = stopped_at(unbroken, 3, tmp_path / "run")
+    with pytest.raises(InputError, match="cannot be read into this model"):
+        train(base, str(new), "--resume=auto", f"--vlm_model_name_or_path={model}")
+
+
+def test_the_records_of_an_earlier_run_are_never_written_over(
+    base: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    before = (unbroken / "metrics.jsonl").read_text()
+    with pytest.raises(InputError, match="holds an earlier run"):
+        train(base, unbroken.name, f"--save_dir={tmp_path}")
+    assert (unbroken / "metrics.jsonl").read_text() == before
+
+
 def damage_shorten(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
@@ -180,7 +285,7 @@ def damage_flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_shorten, damage_flip, Path.unlink])
-@pytest.mark.parametrize("victim", ["state/*.distcp", "progress.json", "rng-0.pt"])
+@pytest.mark.parametrize("victim", ["state/*.distcp", "progress.json", "rng.pt"])
 def test_a_damaged_checkpoint_is_an_error(
     base: Path, unbroken: Path, tmp_path: Path, damage, victim: str
 ) -> None:
@@ -241,7 +346,7 @@ def test_a_kill_during_a_save_leaves_the_last_good_checkpoint(
 
     new = stopped_at(unbroken, 3, base / "half-saved")
 
-    def killed(*_: object) -> dict:
+    def killed(*_: object, **__: object) -> dict:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

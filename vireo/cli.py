@@ -57,6 +57,22 @@ def _no_bars() -> None:
     logging.disable_progress_bar()
 
 
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def _refuse_other_model(out: str, family: str) -> None:
+    """A tiny model is rewritten over one of its family, never over another model."""
+    import json
+    from pathlib import Path
+
+    config = Path(out) / "config.json"
+    if config.exists() and json.loads(config.read_text()).get("model_type") != family:
+        raise InputError(f"{out} holds a model of another family; choose another folder")
+
+
 def _train(argv: list[str]) -> int:
     from vireo.train import main as train
 
@@ -73,6 +89,7 @@ def _tiny(argv: list[str]) -> None:
     from vireo.families.tiny import build
 
     _no_bars()
+    _refuse_other_model(given["out"], given["family"])
     try:
         build(given["family"], given["out"], **_without(given, "family", "out"))
     except LookupError as error:
@@ -131,9 +148,11 @@ def _eval(argv: list[str]) -> None:
     parser.add_argument(
         "--image_strategy", choices=("longest", "pad_square"), help="as in training"
     )
-    parser.add_argument("--limit", type=int, help="rows at most")
-    parser.add_argument("--max_new_tokens", type=int, help="longest answer in tokens")
-    parser.add_argument("--batch_size", type=int, help="rows answered at once")
+    parser.add_argument("--limit", type=_count, help="rows at most")
+    parser.add_argument(
+        "--max_new_tokens", type=_count, help="longest answer in tokens (default: 64)"
+    )
+    parser.add_argument("--batch_size", type=_count, help="rows answered at once (default: 16)")
     parser.add_argument("--output_dir", help="folder for the answers")
     given = parser.read(argv)
     import json

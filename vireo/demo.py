@@ -1,4 +1,4 @@
-"""`vireo demo`: a small vision-language model learns to read handwritten digits, in about a minute.
+"""`vireo demo`: a small vision-language model learns to read handwritten digits in two minutes.
 
 Everything a real run does, on the CPU and offline: build a model, write LLaVA rows with pictures,
 evaluate, fine-tune, export, reload the export with plain transformers, evaluate again.

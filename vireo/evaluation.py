@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from vireo.data.conversation import Conversation, read_rows
 from vireo.data.loader import StepRows
@@ -41,34 +42,38 @@ def answer_rows(
     stops = {tokenizer.eos_token_id, renderer.pad_id}
     if renderer.template.end_of_turn is not None:
         stops.add(tokenizer.convert_tokens_to_ids(renderer.template.end_of_turn))
+    # Ours alone: a model folder's own settings (penalties, sampling) would change the measure.
+    greedy = GenerationConfig(
+        do_sample=False,
+        use_cache=True,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(stops),
+        pad_token_id=renderer.pad_id,
+        suppress_tokens=sorted(renderer.image_ids) or None,
+    )
     out = []
     for first in range(0, len(rows), batch_size):
         prompts = [renderer.prompt(row) for row in rows[first : first + batch_size]]
         inputs = Batch.of([p for p, _ in prompts]).to(device).pad(renderer.pad_id, left=True)
         width = inputs["input_ids"].shape[1]
         inputs = {n: v for n, v in inputs.items() if n not in _NOT_FOR_GENERATION}
-        ids = generate(
-            **inputs,
-            **options,
-            do_sample=False,
-            use_cache=True,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(stops),
-            pad_token_id=renderer.pad_id,
-            suppress_tokens=sorted(renderer.image_ids) or None,
-        )
+        ids = generate(**inputs, **options, generation_config=greedy)
         texts = tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
         for (_, expected), text, row in zip(prompts, texts, rows[first : first + batch_size]):
             out.append(
                 {
                     "row": row.where,
-                    "prompt": next(t.text for t in reversed(row.turns) if t.role == "user"),
+                    "prompt": _question(row),
                     "expected": expected.strip(),
                     "answer": text.strip(),
                     "correct": text.strip() == expected.strip(),
                 }
             )
     return out
+
+
+def _question(row: Conversation) -> str:
+    return next((t.text for t in reversed(row.turns) if t.role == "user"), "").strip()
 
 
 def accuracy(answers: Sequence[dict[str, Any]]) -> float:
@@ -109,6 +114,7 @@ def policy_answers(
         max_new_tokens=max_new_tokens,
         **({"synced_gpus": True} if sharded else {}),
     )
+    engine.reshard()
     if hasattr(engine.policy.hf.model, "rope_deltas"):
         engine.policy.hf.model.rope_deltas = None  # generation leaves its offsets behind
     return answers

@@ -18,29 +18,19 @@ def by_rows(examples: Sequence[Example], rows: int) -> list[Batch]:
     return [Batch.of(examples[i : i + rows]) for i in range(0, len(examples), rows)]
 
 
-def too_large(examples: Sequence[Example], budget: int) -> list[RowError]:
-    """A refusal for each example that no micro-batch of `budget` tokens can hold."""
-    return [
-        RowError(
-            "too_long",
-            f"{len(example)} tokens do not fit --max_tokens_per_gpu {budget}: raise it, or leave "
-            "the row out",
-            example.where,
-        )
-        for example in examples
-        if len(example) > budget
-    ]
-
-
 def by_tokens(examples: Sequence[Example], budget: int) -> list[Batch]:
     """Micro-batches of at most `budget` tokens: longest first, each into the first that fits.
 
     A row is never parted. Raises RowError for one that is longer than the budget.
     """
-    if refused := too_large(examples, budget):
-        raise refused[0]
     bins: list[tuple[int, list[Example]]] = []
     for example in sorted(examples, key=len, reverse=True):
+        if len(example) > budget:
+            raise RowError(
+                "too_long",
+                f"{len(example)} tokens do not fit a micro-batch of {budget}",
+                example.where,
+            )
         for i, (used, members) in enumerate(bins):
             if used + len(example) <= budget:
                 bins[i] = (used + len(example), [*members, example])

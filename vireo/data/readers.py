@@ -6,6 +6,7 @@ import logging
 import operator
 import os
 import re
+import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -51,6 +52,11 @@ class Rows(Sequence[Conversation]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+    @property
+    def digest(self) -> int:
+        """A checksum of which rows of the file are used and where they lie."""
+        return zlib.crc32(self._places.tobytes())
 
     @overload
     def __getitem__(self, i: int) -> Conversation: ...

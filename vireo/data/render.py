@@ -36,6 +36,7 @@ class Renderer:
     """Turns conversations into examples for one model; picklable, used in loader workers.
 
     `max_length`: most tokens of a row after image expansion (None: the model's limit).
+    `budget`: most tokens of a packed micro-batch, which no row may pass either.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class Renderer:
         image_size: int | None = None,
         image_strategy: str = "longest",
         max_length: int | None = None,
+        budget: int | None = None,
         many_images: bool = True,
     ):
         self.config, self.family = load_config(model_path)
         self.image_size, self.image_strategy = image_size, image_strategy
         self.many_images = many_images
         self.max_length = self._limit(max_length)
+        self.longest = min(self.max_length, budget or self.max_length)
         self.processor = load_processor(self.family, processor_path or model_path)
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
         template = getattr(self.processor, "chat_template", None) or tokenizer.chat_template
@@ -175,11 +178,12 @@ class Renderer:
         return example
 
     def _check_length(self, tokens: int, when: str) -> None:
-        if tokens > self.max_length:
+        if tokens > self.longest:
+            setting = "--max_length" if self.longest == self.max_length else "--max_tokens_per_gpu"
             raise RowError(
                 "too_long",
-                f"{tokens} tokens{when}, the limit is {self.max_length}: "
-                f"raise --max_length or leave the row out",
+                f"{tokens} tokens{when}, the limit is {self.longest}: "
+                f"raise {setting} or leave the row out",
             )
 
     def _stand_in(

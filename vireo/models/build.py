@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import (
+    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -82,13 +83,21 @@ def shard(
 
     Ranks cannot drift: the tower runs in every micro-batch (see Policy), frozen or not.
     """
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Inputs of layers are not cast: the vision tower's rotary angles are float32, as they are in
+    # the plain model and in an engine.
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     layers = classes | set(family.vision_layers)
     recomputed = {m._checkpoint_wrapped_module for m in policy.modules() if _recomputes(m)}
+    sharded: list[FSDPModule] = []
     for module in reversed(list(policy.hf.modules())):  # inner modules before outer ones
         if _recomputes(module) or (type(module).__name__ in layers and module not in recomputed):
-            fully_shard(module, mesh=parallel.mesh, mp_policy=precision)
-    fully_shard(policy, mesh=parallel.mesh, mp_policy=precision)
+            sharded.append(fully_shard(module, mesh=parallel.mesh, mp_policy=precision))
+    sharded.append(fully_shard(policy, mesh=parallel.mesh, mp_policy=precision))
+    for module in sharded:  # gradients are summed over ranks, exactly: no division by their number
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(policy, "generate")
 
 
@@ -112,6 +121,9 @@ def switch_cache_off(config: Any) -> None:
 
 def init_buffers(hf: Any) -> None:
     """Values of buffers that no checkpoint holds (rotary frequencies), as the model makes them."""
-    for module in hf.modules():
-        if module._non_persistent_buffers_set and not list(module.parameters(recurse=False)):
-            hf._init_weights(module)
+    for name, module in hf.named_modules():
+        if not module._non_persistent_buffers_set:
+            continue
+        if list(module.parameters(recurse=False)):
+            raise NotImplementedError(f"{name}: buffers beside parameters cannot be made alone")
+        hf._init_weights(module)

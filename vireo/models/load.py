@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -29,14 +29,16 @@ def fill_from_checkpoint(hf: Any, path: str, parallel: Parallel) -> None:
 
     Raises InputError on every rank if a tensor is missing, left over, or has another shape.
     """
-    targets = _targets(hf)
+    targets, tied = _targets(hf)
     plan: list = [None]
     files: dict[str, Any] = {}
     if parallel.rank == 0:
         try:
-            plan[0], files = _plan(hf, path, targets)
+            plan[0], files = _plan(hf, path, targets, tied)
         except InputError as error:
             plan[0] = error
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            plan[0] = InputError(f"{path}: its weights cannot be read: {error}")
     if parallel.world > 1:
         dist.broadcast_object_list(plan, src=0, device=torch.device("cpu"))
     if isinstance(plan[0], InputError):
@@ -46,26 +48,32 @@ def fill_from_checkpoint(hf: Any, path: str, parallel: Parallel) -> None:
         _receive(targets[name], read, dtype, parallel)
 
 
-def _targets(hf: Any) -> dict[str, Tensor]:
-    """Name -> tensor of everything a checkpoint holds; tied parameters once."""
-    out: dict[str, Tensor] = {}
+def _targets(hf: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Name -> tensor of everything a checkpoint holds, tied ones once; tied name -> its target."""
+    targets: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+    tied: dict[str, str] = {}
     for name, value in hf.state_dict(keep_vars=True).items():
-        if not any(value is other for other in out.values()):
-            out[name] = value
-    return out
+        if id(value) in names:
+            tied[name] = names[id(value)]
+        else:
+            names[id(value)] = name
+            targets[name] = value
+    return targets, tied
 
 
-def _plan(hf: Any, path: str, targets: dict[str, Tensor]) -> tuple[list, dict[str, Any]]:
+def _plan(
+    hf: Any, path: str, targets: dict[str, Tensor], tied: dict[str, str]
+) -> tuple[list, dict[str, Any]]:
     """[(name in memory, key on disk, file, dtype)] and the open files."""
     files = {p.name: safe_open(p, framework="pt") for p in _weight_files(path)}
-    rename = _renamer(hf, targets)
-    tied = set(hf.state_dict()) - set(targets)
-    plan, seen, extra = [], set(), []
+    rename = _renamer(hf)
+    plan: dict[str, tuple[str, str, str, str]] = {}
+    extra = []
     for file, handle in files.items():
         for key in handle.keys():  # noqa: SIM118 - a safetensors handle is no dict
             name = rename(key)
-            if name in tied:
-                continue  # written although it is tied to another: the same values
+            name = tied.get(name, name)
             if name not in targets:
                 extra.append(key)
                 continue
@@ -76,13 +84,28 @@ def _plan(hf: Any, path: str, targets: dict[str, Tensor]) -> tuple[list, dict[st
                     f"{path}: {key} has shape {shape}, the config wants "
                     f"{tuple(targets[name].shape)}"
                 )
-            seen.add(name)
-            plan.append((name, key, file, str(view.get_dtype())))
-    for what, names in (("lacks", sorted(set(targets) - seen)), ("has unknown", sorted(extra))):
+            if name in plan:
+                _, first, first_file, _ = plan[name]
+                _check_equal(path, first, files[first_file].get_slice(first), key, view)
+            else:
+                plan[name] = (name, key, file, str(view.get_dtype()))
+    for what, names in (("lacks", sorted(set(targets) - set(plan))), ("has unknown", extra)):
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
             raise InputError(f"{path}: the checkpoint {what} tensors: {shown}")
-    return plan, files
+    return list(plan.values()), files
+
+
+def _check_equal(path: str, first: str, a: Any, second: str, b: Any) -> None:
+    """Two tensors of a file that the config says are one must be equal."""
+    rows = a.get_shape()[0]
+    step = max(1, SLICE_BYTES // max(1, math.prod(a.get_shape()[1:]) * 4))
+    for start in range(0, rows, step):
+        if not torch.equal(a[start : start + step], b[start : start + step]):
+            raise InputError(
+                f"{path}: {first} and {second} differ, and the config ties them "
+                "(tie_word_embeddings): set it to false to keep both"
+            )
 
 
 def _weight_files(path: str) -> list[Path]:
@@ -100,7 +123,7 @@ def _weight_files(path: str) -> list[Path]:
     return [single]
 
 
-def _renamer(hf: Any, targets: dict[str, Tensor]):
+def _renamer(hf: Any):
     """Disk name -> memory name, by transformers' conversion table for this model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -119,18 +142,30 @@ def _renamer(hf: Any, targets: dict[str, Tensor]):
     return rename
 
 
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
 
 
 @torch.no_grad()
 def _receive(target: Tensor, read: Any, dtype: str, parallel: Parallel) -> None:
     """Fill `target` (a DTensor sharded on dim 0, or a plain tensor) slice by slice."""
-    if dtype not in _DTYPES and target.is_floating_point():
+    if dtype not in _DTYPES:
         raise InputError(f"weights of type {dtype} cannot be trained; convert them to bf16 first")
-    kind = getattr(torch, _DTYPES.get(dtype, "int64"))
+    kind = _DTYPES[dtype]
     if target.dim() == 0:
-        value = read[...].clone() if read is not None else torch.empty((), dtype=kind)
-        _share(value, parallel)
+        value = (
+            read[...].clone()
+            if read is not None
+            else torch.empty((), dtype=kind, device=parallel.device)
+        )
+        value = _share(value, parallel)
         (target.to_local() if isinstance(target, DTensor) else target).copy_(value)
         return
     local, first = target, 0
@@ -148,7 +183,8 @@ def _receive(target: Tensor, read: Any, dtype: str, parallel: Parallel) -> None:
         if read is not None:
             piece = read[start:stop]
         else:
-            piece = torch.empty((stop - start, *target.shape[1:]), dtype=kind)
+            shape = (stop - start, *target.shape[1:])
+            piece = torch.empty(shape, dtype=kind, device=parallel.device)
         piece = _share(piece, parallel)
         a, b = max(start, first), min(stop, first + local.shape[0])
         if a < b and local.numel():

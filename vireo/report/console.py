@@ -17,6 +17,8 @@ def memory_gb(device: torch.device) -> float:
 
 
 def step_line(record: dict[str, Any], steps: int) -> str:
+    if record["loss"] is None:
+        return f"step {record['step']}/{steps}  no row of this step could be used"
     return (
         f"step {record['step']}/{steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
         f"grad {record['grad_norm']:.3f}  {record['tokens_per_s']:,.0f} tok/s  "

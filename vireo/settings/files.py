@@ -14,7 +14,7 @@ from vireo.errors import InputError
 class _Loader(yaml.SafeLoader):
     """Refuses a key written twice, of which YAML would quietly keep the last."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:

@@ -220,7 +220,9 @@ class LoraSettings(Section):
     """Low-rank adapters in place of training whole weights."""
 
     r: int = Field(
-        default=0, ge=0, description="Rank of the adapters. 0: no LoRA, train the weights."
+        default=0,
+        ge=0,
+        description="Rank of the adapters, which are not built yet: more than 0 is refused.",
     )
     alpha: int = Field(
         default=16, ge=1, description="Scale of the adapters: they count alpha / r times."

@@ -15,7 +15,7 @@ from vireo.errors import InputError
 from vireo.settings.nearest import nearest
 
 GROUP = "vireo.trainers"
-BUILT_IN = {"fsdp_vlm": "vireo.trainers.fsdp_vlm:run"}
+BUILT_IN = {"fsdp_vlm": "vireo.trainers.fsdp_vlm:run", "fsdp": "vireo.trainers.fsdp:run"}
 
 
 def locate(name: str) -> EntryPoint:

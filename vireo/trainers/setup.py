@@ -83,6 +83,11 @@ def find_checkpoint(settings: Settings, saves: Path, parallel: Parallel) -> Path
         path = Path(resume)
         if not path.is_dir():
             raise InputError(f"--resume {resume}: no such checkpoint folder")
+        if found and found[-1].resolve() != path.resolve():
+            raise InputError(
+                f"--resume {resume}: {saves} holds {found[-1].name}, which this run would mix with "
+                "its own; go on from the newest with --resume auto, or choose another --save_dir"
+            )
     elif found:
         raise InputError(
             f"{saves} holds checkpoints of an earlier run (the newest: {found[-1].name}): "

@@ -16,7 +16,7 @@ import torch
 from vireo import parallel as parallel_module
 from vireo.data.conversation import Conversation, read_rows
 from vireo.data.loader import Plan, StepLoader, StepRows
-from vireo.data.packing import by_rows, by_tokens, too_large
+from vireo.data.packing import by_rows, by_tokens
 from vireo.data.ragged import Batch
 from vireo.data.render import Renderer
 from vireo.errors import InputError, RowError
@@ -51,7 +51,7 @@ class Sft:
     def __init__(self, settings: Settings, parallel: Parallel, vision: bool):
         self.settings, self.parallel = settings, parallel
         if settings.lora.r:
-            raise InputError("--lora_r: adapters are not built yet; leave the lora settings out")
+            raise InputError("--lora_r: adapters are not built yet; leave it out, or set it to 0")
         random.seed(settings.run.seed + parallel.rank)
         torch.manual_seed(settings.run.seed + parallel.rank)
         self.model_folder = local_folder(settings.model.vlm_model_name_or_path)
@@ -65,6 +65,7 @@ class Sft:
             image_size=data.image_size,
             image_strategy=data.image_strategy,
             max_length=data.max_length,
+            budget=settings.batch.max_tokens_per_gpu,
             many_images=data.pack_multi_image,
         )
         self.family = self.renderer.family
@@ -85,20 +86,29 @@ class Sft:
         self.output, self.saves = run_paths(settings, parallel)
         self.start_from = find_checkpoint(settings, self.saves, parallel)
         done = checkpoint.read_progress(self.start_from) if self.start_from else {}
+        earlier = self.output / "metrics.jsonl"
+        if settings.run.resume is None and parallel.gather(earlier.exists())[0]:
+            raise InputError(
+                f"{self.output} holds an earlier run (or one that is running): choose another "
+                "--output_dir, or go on with --resume auto"
+            )
         self.size, notice = step_size(settings.batch, parallel.world, done.get("global_batch"))
         self._check_data_unchanged(done)
         self.folder = RunFolder(
             self.output, settings.to_yaml(), parallel.main, done.get("step") if done else None
         )
         self.notices = [notice] if notice else []
+        if settings.lora != type(settings.lora)():
+            self.notices.append("--lora_r is 0: the other lora settings have no effect")
         self.plan = Plan(
             len(self.rows), self.size.rows, self.size.chunk, settings.run.seed, data.shuffle
         )
         self.steps = total_steps(settings.optim, self.plan.steps_per_epoch)
-        self.skipped: list[str] = done.get("skipped", [])
-        if not done:
-            self.skipped += [str(error) for error in self.rows.skipped]
+        # Skipped rows, as a dict for its order and its quick look-ups.
+        self.skipped: dict[str, None] = dict.fromkeys(done.get("skipped", []))
+        self.skipped |= dict.fromkeys(str(error) for error in self.rows.skipped)
         self.step, self.position = done.get("step", 0), done.get("position", 0)
+        self.started_at = self.step
 
     # -- the loop ----------------------------------------------------------------------------
 
@@ -117,15 +127,22 @@ class Sft:
         bar = progress_bar(self.steps, self.step, parallel.main)
         clock = time.perf_counter()
         saved = evaluated = -1
+        good, start = 0, self.position
         for item in loader:
             lr = rate(self.step)
             result = engine.step(self._micro_batches(item), lr)
             self.step, self.position = self.step + 1, item.position
+            good += result.rows
+            if good == 0 and self.position - start >= self.plan.rows:
+                raise InputError(
+                    f"{settings.data.train_file}: every row was refused; the first: "
+                    f"{next(iter(self.skipped), 'none')}"
+                )
             now = time.perf_counter()
             seconds, clock = now - clock, now
             record = {
                 "step": self.step,
-                "loss": result.loss,
+                "loss": result.loss if result.rows else None,  # every row of it was refused
                 "lr": lr,
                 "grad_norm": result.grad_norm,
                 "epoch": self.position / self.plan.rows,
@@ -150,20 +167,23 @@ class Sft:
                 evaluated = self._evaluate(engine)
             clock = time.perf_counter() if self.step in (saved, evaluated) else clock
         bar.close()
-        if self.eval_rows and evaluated != self.step:
-            self._evaluate(engine)
-        if saved != self.step and (self.start_from is None or self.step != self._started_at):
-            self._save(engine)
-        self.folder.say(f"done: {self.step} steps, run folder {self.output}")
+        if self.step > self.started_at:  # a run that was finished already has both
+            if saved != self.step:
+                self._save(engine)
+            if self.eval_rows and evaluated != self.step:
+                self._evaluate(engine)
+        else:
+            self.folder.say(f"nothing to do: step {self.step} of {self.steps} is done")
+        skipped = f", {len(self.skipped)} rows skipped" if self.skipped else ""
+        self.folder.say(f"done: {self.step} steps{skipped}, run folder {self.output}")
 
     def _micro_batches(self, item: StepRows) -> list[Batch]:
         """This rank's micro-batches of a step, once every rank knows which rows are refused."""
+        self._refuse(item.refused)
         budget = self.settings.batch.max_tokens_per_gpu
         if budget is None:
-            self._refuse(item.refused)
             return by_rows(item.examples, self.size.chunk)
-        self._refuse(item.refused + too_large(item.examples, budget))
-        return by_tokens([e for e in item.examples if len(e) <= budget], budget)
+        return by_tokens(item.examples, budget)
 
     # -- parts -------------------------------------------------------------------------------
 
@@ -195,7 +215,6 @@ class Sft:
             eps=optim.adam_eps,
             weight_decay=optim.weight_decay,
         )
-        self._started_at = self.step
         if self.start_from is not None:
             checkpoint.load(self.start_from, policy, optimizer, parallel)
         return TrainEngine(
@@ -217,7 +236,7 @@ class Sft:
         loss = held_out_loss(engine, steps, self.size.chunk, self._refuse)
         record: dict[str, Any] = {"step": self.step, "eval_loss": loss}
         line = f"eval at step {self.step}: loss {loss:.4f}"
-        shown = self._readable(self.eval_rows, run.eval_samples)
+        shown = self._readable(run.eval_samples)
         if shown:
             answers = policy_answers(engine, self.renderer, shown, run.max_new_tokens)
             record["eval_exact_match"] = accuracy(answers)
@@ -240,8 +259,9 @@ class Sft:
                 "step": self.step,
                 "position": self.position,
                 "rows": self.plan.rows,
+                "digest": self.rows.digest,
                 "global_batch": self.size.rows,
-                "skipped": self.skipped,
+                "skipped": list(self.skipped),
                 "settings": self.settings.model_dump(mode="json", by_alias=True),
             },
             self._write_hf,
@@ -254,9 +274,9 @@ class Sft:
 
     def _write_hf(self, out: Path) -> None:
         """The small files of the model folder, with the chat template that was trained on."""
-        copy_side_files([Path(self.model_folder), Path(self.processor_folder)], out)
-        if self.settings.model.chat_template is not None:
-            (out / "chat_template.jinja").write_text(self.renderer.template.template)
+        copy_side_files(Path(self.model_folder), Path(self.processor_folder), out)
+        (out / "chat_template.json").unlink(missing_ok=True)  # an older form, read before the other
+        (out / "chat_template.jinja").write_text(self.renderer.template.template)
 
     def _loader(self, rows: Any, plan: Plan, start: int, stop: int) -> StepLoader:
         return StepLoader(
@@ -280,20 +300,25 @@ class Sft:
             on_bad_row=data.on_bad_row,
             progress=self.parallel.main,
         )
-        if len(rows) == 0:
-            raise InputError(f"{file} has no row that can be used")
+        seen = self.parallel.gather((len(rows), rows.digest))
+        for rank, other in enumerate(seen):
+            if other != seen[0]:
+                raise InputError(
+                    f"{file}: rank {rank} sees {other[0]} rows, rank 0 sees {seen[0][0]}, or other "
+                    "ones: every rank must read the same file"
+                )
         return rows
 
-    def _readable(self, rows: Any, count: int) -> list[Conversation]:
-        """The first `count` rows whose prompts can be made; bad ones were refused or listed."""
-        found: list[Conversation] = []
-        for i in range(len(rows)):
+    def _readable(self, count: int) -> list[Conversation]:
+        """The first `count` evaluation rows whose prompts rank 0 can make, on every rank."""
+        found: list[int] = []
+        for i in range(len(self.eval_rows) if self.parallel.main else 0):
             if len(found) == count:
                 break
             with contextlib.suppress(RowError):
-                self.renderer.prompt(rows[i])
-                found.append(rows[i])
-        return found
+                self.renderer.prompt(self.eval_rows[i])
+                found.append(i)
+        return [self.eval_rows[i] for i in self.parallel.gather(found)[0]]
 
     def _refuse(self, refused: list[RowError]) -> None:
         """Skip and count rows refused on any rank, or stop every rank with the first of them."""
@@ -304,7 +329,7 @@ class Sft:
             raise everywhere[0]
         for text in map(str, everywhere):
             if text not in self.skipped:  # each epoch and each evaluation meets it again
-                self.skipped.append(text)
+                self.skipped[text] = None
                 self.folder.say(f"skipped {text}")
 
     def _validate_all(self) -> None:
@@ -321,15 +346,26 @@ class Sft:
         everywhere = [error for part in self.parallel.gather(refused) for error in part]
         if everywhere and self.settings.data.on_bad_row == "error":
             raise everywhere[0]
+        self.skipped |= dict.fromkeys(map(str, everywhere))
+        self.notices += [f"--validate full: will skip {error}" for error in everywhere[:5]]
         self.notices.append(f"--validate full: {len(everywhere)} rows will be skipped")
 
     def _check_data_unchanged(self, done: dict[str, Any]) -> None:
-        if done and done["rows"] != len(self.rows):
-            raise InputError(
-                f"{self.start_from} was trained on {done['rows']} rows, "
-                f"{self.settings.data.train_file} has {len(self.rows)}: a position in the data "
-                "means nothing there; resume with the same file"
-            )
+        """A position in the data means the same rows only with the same file, order and seed."""
+        if not done:
+            return
+        before = done["settings"]
+        for what, old, new in (
+            ("rows", done["rows"], len(self.rows)),
+            ("rows, by checksum", done["digest"], self.rows.digest),
+            ("--seed", before["run"]["seed"], self.settings.run.seed),
+            ("--shuffle", before["data"]["shuffle"], self.settings.data.shuffle),
+        ):
+            if old != new:
+                raise InputError(
+                    f"{self.start_from} was trained with {what} {old}, found {new}: the position "
+                    "in the data would mean other rows; resume with the same file and settings"
+                )
 
     def _greet(self, engine: TrainEngine) -> None:
         policy = engine.policy

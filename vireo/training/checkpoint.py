@@ -3,7 +3,7 @@
 A checkpoint folder `step-N` holds
     state/         model and optimizer (torch.distributed.checkpoint)
     hf/            config, processor, tokenizer, chat template: what an export needs besides weights
-    rng-RANK.pt    random-number state of each rank
+    rng.pt         random-number state of each rank
     progress.json  step, position in the data, global batch, skipped rows, settings
     manifest.json  size and CRC-32 of every file above, written last
 """
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -48,13 +49,14 @@ def save(
     """Write `folder`/step-N (N from `progress["step"]`) and return it; collective on all ranks.
 
     `write_hf(path)` writes the small Hugging Face files. `full` gathers everything on rank 0, which
-    then writes alone (for ranks that share no file system with it); else every rank writes shards.
+    then writes alone; else every rank writes its shards, into a folder that all ranks share.
     """
     final = folder / f"step-{progress['step']}"
     aside = folder / f".writing-step-{progress['step']}"
     if parallel.main:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
+        for left in [*folder.glob(".writing-step-*"), *folder.glob(".deleting-step-*")]:
+            shutil.rmtree(left)  # of a run that was killed
         (aside / "hf").mkdir(parents=True)
     parallel.barrier()
     options = StateDictOptions(full_state_dict=full, cpu_offload=full)
@@ -64,16 +66,16 @@ def save(
     if not alone or parallel.main:
         with expected_alone():
             dcp.save(state, checkpoint_id=aside / "state", no_dist=alone)
-    torch.save(_rng_state(), aside / f"rng-{parallel.rank}.pt")
+    states = parallel.gather(_rng_state())
     if parallel.main:
+        torch.save(states, aside / "rng.pt")
         write_hf(aside / "hf")
         _write_json(aside / "progress.json", progress | {"world": parallel.world})
     parallel.barrier()
-    sums = _checksums(aside, parallel)
+    sums = _checksums(aside, parallel, alone=full)
     if parallel.main:
         _write_json(aside / MANIFEST, sums)
-        if final.exists():
-            shutil.rmtree(final)
+        _remove(final)
         os.replace(aside, final)
         _sync(folder)
     parallel.barrier()
@@ -91,20 +93,27 @@ def load(
     progress = verify(path, parallel)
     model, optim = get_state_dict(policy, optimizer)
     state: dict[str, Any] = {"model": model, "optim": optim}
-    try:
-        with expected_alone():
-            dcp.load(state, checkpoint_id=path / "state", no_dist=parallel.world == 1)
-    except Exception as error:
-        raise InputError(
-            f"{path}: the checkpoint cannot be read into this model: {error}"
-        ) from error
+    read_state(path, state, alone=parallel.world == 1)
+    mine = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     set_state_dict(
         policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
     )
-    rng = path / f"rng-{parallel.rank}.pt"
-    if rng.exists() and progress["world"] == parallel.world:
-        _set_rng_state(torch.load(rng, weights_only=False))
+    for group, settings in zip(optimizer.param_groups, mine):
+        group.update(settings)  # betas, decay and the like are this run's, not the checkpoint's
+    if progress["world"] == parallel.world:
+        states = torch.load(path / "rng.pt", weights_only=True)
+        _set_rng_state(states[parallel.rank])
     return progress
+
+
+def read_state(path: Path, state: dict[str, Any], alone: bool) -> None:
+    """Fill `state` from a checkpoint; InputError if it belongs to another model."""
+    try:
+        with expected_alone():
+            dcp.load(state, checkpoint_id=path / "state", no_dist=alone)
+    except (Exception, CheckpointException) as error:
+        first = next(iter(str(error).strip().splitlines()), repr(error))
+        raise InputError(f"{path} cannot be read into this model: {first}") from error
 
 
 @contextlib.contextmanager
@@ -159,17 +168,35 @@ def checkpoints(folder: Path) -> list[Path]:
 def prune(folder: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints (0 keeps all)."""
     for path in checkpoints(folder)[:-keep] if keep else []:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint so that a kill half-way leaves no half one under a good name."""
+    if path.exists():
         gone = path.with_name(f".deleting-{path.name}")
-        os.replace(path, gone)  # a kill half-way leaves no half checkpoint under a good name
         shutil.rmtree(gone, ignore_errors=True)
+        os.replace(path, gone)
+        if gone.is_symlink():
+            gone.unlink()
+        else:
+            shutil.rmtree(gone)
 
 
-def _checksums(folder: Path, parallel: Parallel) -> dict[str, list[int]]:
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    mine = {
-        str(p.relative_to(folder)): [p.stat().st_size, _crc(p)]
-        for p in files[parallel.rank :: parallel.world]
-    }
+def _checksums(folder: Path, parallel: Parallel, alone: bool) -> dict[str, list[int]]:
+    """Size and CRC of every file, each synced to disk; rank 0's list, shared out over the ranks."""
+    listed = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    names = parallel.gather(listed)[0]
+    if alone:
+        names = names if parallel.main else []
+    else:
+        names = names[parallel.rank :: parallel.world]
+    mine = {name: [(folder / name).stat().st_size, _crc(folder / name)] for name in names}
+    for name in names:
+        _sync(folder / name)
+    if parallel.main:
+        for path in (folder / "state", folder / "hf", folder):
+            _sync(path)
     return {name: value for part in parallel.gather(mine) for name, value in part.items()}
 
 

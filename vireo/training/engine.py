@@ -7,6 +7,7 @@ micro-batches, so that the same rows give the same gradient however they are dea
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -77,7 +78,7 @@ class TrainEngine:
         loss_sum = self.accumulate(micro_batches, count, weight)
         norm = self.clip()
         loss = self.parallel.sum([loss_sum])[0] / max(weight, 1e-12)
-        if not (torch.isfinite(torch.tensor(loss)) and torch.isfinite(torch.tensor(norm))):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad()
             raise VireoError(
                 f"the loss is {loss} and the gradient norm {norm}: lower --lr, or look at the "
@@ -92,8 +93,7 @@ class TrainEngine:
     def accumulate(self, micro_batches: Sequence[Batch], count: int, weight: float) -> float:
         """Gradients of `count` micro-batches on every rank; the sum of this rank's token losses."""
         total = torch.zeros((), device=self.parallel.device)
-        # FSDP2 averages gradients over ranks; the loss is a sum over ranks.
-        scale = self.parallel.world / max(weight, 1e-12)
+        scale = 1.0 / max(weight, 1e-12)  # gradients are summed over ranks (see models.build)
         for i in range(count):
             batch = micro_batches[i] if i < len(micro_batches) else self.empty
             last = i == count - 1
@@ -132,8 +132,14 @@ class TrainEngine:
             if i < len(micro_batches):
                 total -= float((logprobs * weights).sum())
                 weight += float(weights.sum())
+        self.reshard()
         sums = self.parallel.sum([total, weight])
         return sums[0], sums[1]
+
+    def reshard(self) -> None:
+        """Free gathered weights: a forward without a backward leaves those of the root."""
+        if isinstance(self.policy, FSDPModule):
+            self.policy.reshard()
 
     def clip(self) -> float:
         """The norm of all gradients over all ranks; scales them down to `clip_grad_norm`."""

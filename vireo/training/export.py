@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 from vireo.errors import InputError
 from vireo.families import family_of
 from vireo.models.build import empty_policy, init_buffers
-from vireo.training.checkpoint import expected_alone, verify
+from vireo.training.checkpoint import read_state, verify
 
-# Small files of a model folder that an export takes over as they are.
-SIDE_FILES = (
-    "config.json",
-    "generation_config.json",
+# Small files of a model folder: the model's own, and those of its processor.
+MODEL_FILES = ("config.json", "generation_config.json")
+PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -37,7 +36,11 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str = "auto") -> Path
     `dtype`: bf16, fp32, or auto (the type that the trained model's own config names).
     """
     path, out = Path(checkpoint), Path(out)
-    verify(path)
+    if (path / "checkpoints").is_dir():
+        raise InputError(
+            f"{path} is a run folder; export one of its checkpoints: checkpoints/step-N"
+        )
+    progress = verify(path)
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; export into a new folder")
     config = AutoConfig.from_pretrained(path / "hf")
@@ -48,20 +51,32 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str = "auto") -> Path
     policy.hf.tie_weights()
     init_buffers(policy.hf)
     state = {"model": policy.state_dict()}
-    with expected_alone():
-        dcp.load(state, checkpoint_id=path / "state", no_dist=True)
+    read_state(path, state, alone=True)
     # A fresh, unsharded instance of the original class writes the names of the published layout;
     # tied tensors are dropped by it, and the config's type is set here because a cast does not.
     hf = policy.hf.to(kind)
     set_dtype(hf.config, kind)
-    out.mkdir(parents=True, exist_ok=True)
-    if hf.generation_config is not None and (path / "hf" / "generation_config.json").exists():
-        hf.generation_config = GenerationConfig.from_pretrained(path / "hf")
-    hf.save_pretrained(out)
-    for file in side_files(path / "hf"):
-        if not (out / file.name).exists():
-            shutil.copy2(file, out / file.name)
+    aside = out.with_name(f".writing-{out.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    hf.save_pretrained(aside)
+    for file in side_files(path / "hf", path / "hf"):
+        if file.name != "config.json":  # the one just written names the type of the weights
+            shutil.copy2(file, aside / file.name)
+    if out.exists():
+        out.rmdir()
+    os.replace(aside, out)
+    _note_image_settings(progress["settings"]["data"])
     return out
+
+
+def _note_image_settings(data: dict[str, Any]) -> None:
+    """Say which sizes the exported processor does not know of."""
+    used = [f"--{name} {data[name]}" for name in ("image_size",) if data[name] is not None]
+    used += ["--image_strategy pad_square"] if data["image_strategy"] == "pad_square" else []
+    if used:
+        print(f"note: trained with {' '.join(used)}: give the same to vireo eval, and show the")
+        print("      model pictures of that size elsewhere; its processor does not know of them")
 
 
 def set_dtype(config: Any, dtype: torch.dtype) -> None:
@@ -71,13 +86,14 @@ def set_dtype(config: Any, dtype: torch.dtype) -> None:
             part.dtype = dtype
 
 
-def side_files(folder: Path) -> list[Path]:
-    """Config, tokenizer, processor and template files of a model folder."""
-    return sorted({p for pattern in SIDE_FILES for p in folder.glob(pattern) if p.is_file()})
+def side_files(model: Path, processor: Path) -> list[Path]:
+    """The model's configs from its folder; tokenizer, image sizes and template from the other."""
+    found = [p for pattern in MODEL_FILES for p in model.glob(pattern)]
+    found += [p for pattern in PROCESSOR_FILES for p in processor.glob(pattern)]
+    return sorted({p for p in found if p.is_file()})
 
 
-def copy_side_files(sources: list[Path], out: Path) -> None:
-    """Copy the side files of `sources` (later ones win) into `out`."""
-    for folder in sources:
-        for file in side_files(folder):
-            shutil.copy2(file, out / file.name)
+def copy_side_files(model: Path, processor: Path, out: Path) -> None:
+    """Copy the side files of a model and of its processor into `out`."""
+    for file in side_files(model, processor):
+        shutil.copy2(file, out / file.name)
