@@ -16,12 +16,10 @@ from transformers import GenerationConfig
 from vireo.data.conversation import Conversation, read_rows
 from vireo.data.loader import StepRows
 from vireo.data.packing import by_rows
-from vireo.data.ragged import Batch
+from vireo.data.ragged import TRAINER_KEYS, Batch
 from vireo.data.render import Renderer
 from vireo.errors import InputError, RowError
 from vireo.training.engine import TrainEngine
-
-_NOT_FOR_GENERATION = ("labels", "loss_weight", "positions")
 
 
 def answer_rows(
@@ -56,7 +54,7 @@ def answer_rows(
         prompts = [renderer.prompt(row) for row in rows[first : first + batch_size]]
         inputs = Batch.of([p for p, _ in prompts]).to(device).pad(renderer.pad_id, left=True)
         width = inputs["input_ids"].shape[1]
-        inputs = {n: v for n, v in inputs.items() if n not in _NOT_FOR_GENERATION}
+        inputs = {n: v for n, v in inputs.items() if n not in TRAINER_KEYS}
         ids = generate(**inputs, **options, generation_config=greedy)
         texts = tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
         for (_, expected), text, row in zip(prompts, texts, rows[first : first + batch_size]):

@@ -26,6 +26,8 @@ BASE_KEYS = {
     "loss_weight": Key("token", fill=0.0),
     "positions": Key("token", fill=0),
 }
+# Of these, what is the trainer's own and never reaches a model under its name.
+TRAINER_KEYS = ("labels", "loss_weight", "positions")
 
 
 @dataclass

@@ -7,12 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vireo.data.ragged import IGNORE
+from vireo.data.ragged import IGNORE, TRAINER_KEYS
 from vireo.families import Family
 from vireo.models.heads import token_logprobs
-
-# Batch columns that are the trainer's own and never reach the model.
-_OWN = ("labels", "loss_weight", "positions")
 
 
 class Policy(nn.Module):
@@ -37,7 +34,7 @@ class Policy(nn.Module):
         where an image would be seen, so that all ranks run the same collectives in the same order
         (forward and backward) and no result depends on which rank had images.
         """
-        model_inputs = {n: v for n, v in inputs.items() if n not in _OWN}
+        model_inputs = {n: v for n, v in inputs.items() if n not in TRAINER_KEYS}
         positions = inputs["positions"]
         if "attention_mask" in inputs and self.family.positions == "mrope":
             positions = positions[1:]  # the text row is only for packed boundaries

@@ -94,9 +94,7 @@ class Sft:
             )
         self.size, notice = step_size(settings.batch, parallel.world, done.get("global_batch"))
         self._check_data_unchanged(done)
-        self.folder = RunFolder(
-            self.output, settings.to_yaml(), parallel.main, done.get("step") if done else None
-        )
+        self.folder = RunFolder(self.output, settings.to_yaml(), parallel.main, done.get("step"))
         self.notices = [notice] if notice else []
         if settings.lora != type(settings.lora)():
             self.notices.append("--lora_r is 0: the other lora settings have no effect")

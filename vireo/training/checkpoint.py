@@ -64,7 +64,7 @@ def save(
     state = {"model": model, "optim": optim}
     alone = full or parallel.world == 1
     if not alone or parallel.main:
-        with expected_alone():
+        with _expected_alone():
             dcp.save(state, checkpoint_id=aside / "state", no_dist=alone)
     states = parallel.gather(_rng_state())
     if parallel.main:
@@ -109,7 +109,7 @@ def load(
 def read_state(path: Path, state: dict[str, Any], alone: bool) -> None:
     """Fill `state` from a checkpoint; InputError if it belongs to another model."""
     try:
-        with expected_alone():
+        with _expected_alone():
             dcp.load(state, checkpoint_id=path / "state", no_dist=alone)
     except (Exception, CheckpointException) as error:
         first = next(iter(str(error).strip().splitlines()), repr(error))
@@ -117,7 +117,7 @@ def read_state(path: Path, state: dict[str, Any], alone: bool) -> None:
 
 
 @contextlib.contextmanager
-def expected_alone() -> Iterator[None]:
+def _expected_alone() -> Iterator[None]:
     """Without torch's warning that one process reads or writes alone: here that is meant."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
