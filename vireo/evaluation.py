@@ -15,10 +15,11 @@ from transformers import GenerationConfig
 
 from vireo.data.conversation import Conversation, read_rows
 from vireo.data.loader import StepRows
-from vireo.data.packing import by_rows
+from vireo.data.packing import by_kind, by_rows
 from vireo.data.ragged import TRAINER_KEYS, Batch
 from vireo.data.render import Renderer
 from vireo.errors import InputError, RowError
+from vireo.models.lora import ADAPTER_CONFIG, add_adapters, base_of, fill_adapters, read_adapter
 from vireo.training.engine import TrainEngine
 
 
@@ -49,24 +50,29 @@ def answer_rows(
         pad_token_id=renderer.pad_id,
         suppress_tokens=sorted(renderer.image_ids) or None,
     )
-    out = []
-    for first in range(0, len(rows), batch_size):
-        prompts = [renderer.prompt(row) for row in rows[first : first + batch_size]]
+    out: list[dict[str, Any]] = [{} for _ in rows]
+    images = [bool(row.images) for row in rows]
+    kinds = (
+        [range(len(rows))]
+        if renderer.family.can_mix
+        else [[i for i, has in enumerate(images) if has is kind] for kind in (False, True)]
+    )
+    batches = [kind[a : a + batch_size] for kind in kinds for a in range(0, len(kind), batch_size)]
+    for batch in batches:
+        prompts = [renderer.prompt(rows[i]) for i in batch]
         inputs = Batch.of([p for p, _ in prompts]).to(device).pad(renderer.pad_id, left=True)
         width = inputs["input_ids"].shape[1]
         inputs = {n: v for n, v in inputs.items() if n not in TRAINER_KEYS}
         ids = generate(**inputs, **options, generation_config=greedy)
         texts = tokenizer.batch_decode(ids[:, width:], skip_special_tokens=True)
-        for (_, expected), text, row in zip(prompts, texts, rows[first : first + batch_size]):
-            out.append(
-                {
-                    "row": row.where,
-                    "prompt": _question(row),
-                    "expected": expected.strip(),
-                    "answer": text.strip(),
-                    "correct": text.strip() == expected.strip(),
-                }
-            )
+        for i, (_, expected), text in zip(batch, prompts, texts):
+            out[i] = {
+                "row": rows[i].where,
+                "prompt": _question(rows[i]),
+                "expected": expected.strip(),
+                "answer": text.strip(),
+                "correct": text.strip() == expected.strip(),
+            }
     return out
 
 
@@ -92,7 +98,8 @@ def held_out_loss(
     total = weight = 0.0
     for step in steps:
         refuse(step.refused)
-        sums = engine.evaluate(by_rows(step.examples, batch_rows))
+        kinds = by_kind(step.examples, engine.policy.family.can_mix)
+        sums = engine.evaluate([b for rows in kinds for b in by_rows(rows, batch_rows)])
         total, weight = total + sums[0], weight + sums[1]
     return total / max(weight, 1e-12)
 
@@ -131,7 +138,8 @@ def evaluate_files(
     batch_size: int = 16,
     output_dir: str | None = None,
 ) -> dict[str, Any]:
-    """Accuracy of a model folder on a data file; answers with their images in `output_dir`."""
+    """Accuracy of a model or adapter folder on a data file; answers with their images in
+    `output_dir`."""
     import transformers
 
     from vireo.hub import local_folder
@@ -139,6 +147,10 @@ def evaluate_files(
 
     folder = local_folder(model)
     processor_folder = local_folder(processor) if processor else None
+    adapter = None
+    if (Path(folder) / ADAPTER_CONFIG).exists():
+        adapter, folder = folder, base_of(folder)
+        processor_folder = processor_folder or adapter
     renderer = Renderer(
         folder, processor_folder, image_size=image_size, image_strategy=image_strategy
     )
@@ -148,7 +160,11 @@ def evaluate_files(
         raise InputError(f"{eval_file} has no row to evaluate on")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     auto = getattr(transformers, renderer.family.auto_class)
-    hf = auto.from_pretrained(folder, dtype="auto").to(device).eval()
+    hf = auto.from_pretrained(folder, dtype="auto")
+    if adapter is not None:
+        add_adapters(hf, renderer.family, read_adapter(adapter))
+        fill_adapters(hf, adapter)
+    hf = hf.to(device).eval()
     started = time.perf_counter()
     answers = answer_rows(
         hf.generate,

@@ -59,6 +59,11 @@ class Parallel:
             dist.destroy_process_group()
 
 
+def alone() -> Parallel:
+    """One process on the CPU that needs no process group: for tools that read and write models."""
+    return Parallel(0, 1, torch.device("cpu"), None)
+
+
 def start(
     shard: bool = True,
     sharding: str = "full",

@@ -25,14 +25,14 @@ def main(argv: list[str] | None = None, *, needs_rollout: bool = False) -> int:
 def _main(argv: list[str], needs_rollout: bool) -> int:
     settings = load_settings(argv)
 
-    def train() -> None:  # under its own run_main, because a file can say `debug` too
+    def train() -> int | None:  # under its own run_main, because a file can say `debug` too
         run = registry.find(settings.trainer)
         if needs_rollout and not getattr(run, "has_rollout", False):
             raise InputError(
                 f"the trainer {settings.trainer} has no rollout, so nothing in it can run "
                 "asynchronously; use train in place of train_async"
             )
-        run(settings)
+        return run(settings)
 
     return run_main(train, debug=settings.debug)
 

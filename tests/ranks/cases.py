@@ -16,6 +16,7 @@ from vireo.data.packing import by_rows, share
 from vireo.data.ragged import Batch, Example
 from vireo.data.render import Renderer
 from vireo.models.build import ModelSpec, build_policy
+from vireo.models.lora import Lora
 from vireo.models.names import named_parameters
 from vireo.training.engine import TrainEngine
 from vireo.training.optimizer import adamw
@@ -35,6 +36,7 @@ def engine_for(
     frozen: frozenset[str] = frozenset(),
     recompute: bool = False,
     dtype: torch.dtype = torch.float32,
+    lora: Lora | None = None,
 ) -> tuple[TrainEngine, Renderer]:
     """A train engine on the model, as a trainer builds it."""
     renderer = Renderer(model)
@@ -44,15 +46,18 @@ def engine_for(
         shard=parallel.mesh is not None,
         recompute=recompute,
         dtype=dtype,
+        lora=lora,
     )
-    dummy = renderer.dummy() if renderer.family.has_vision else None
+    family = renderer.family
+    dummy = renderer.dummy() if family.has_vision and family.can_mix else None
     policy, _ = build_policy(spec, renderer.config, renderer.family, parallel, dummy)
     engine = TrainEngine(
         policy,
         adamw(policy, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
         parallel,
         empty=Batch.of([renderer.empty()]),
-        packing=packing,
+        empty_images=None if family.can_mix else Batch.of([renderer.empty_with_image()]),
+        packing=packing and family.can_pack,
         pad_id=renderer.pad_id,
         clip_grad_norm=1.0,
     )
@@ -63,9 +68,8 @@ def gradients(engine: TrainEngine, micro_batches: list[Batch]) -> dict[str, torc
     """Full gradients of one step's rows, without stepping."""
     parallel = engine.parallel
     weight = parallel.sum([sum(float(b.pack()["loss_weight"].sum()) for b in micro_batches)])[0]
-    count = int(parallel.max([len(micro_batches)])[0])
     engine.optimizer.zero_grad()
-    engine.accumulate(micro_batches, count, weight)
+    engine.accumulate(micro_batches, weight)
     out = {}
     for name, parameter in named_parameters(engine.policy.hf):
         if parameter.grad is not None:
@@ -119,7 +123,7 @@ def text_beside_images(model: str, data: Path, out: Path) -> dict[str, Any]:
         found = gradients(engine, by_rows(mine, 2))
         key = "frozen" if frozen else "trained"
         result[key] = furthest(found, torch.load(out / f"reference-{key}.pt"))
-        step = engine.step(by_rows(mine, 2), 1e-3)
+        step = engine.step(by_rows(mine, 2), 1.0)
         result[f"{key} loss"] = step.loss
     return result
 

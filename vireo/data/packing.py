@@ -13,15 +13,23 @@ def share(position: int, chunk: int, world: int) -> int:
     return position // chunk % world
 
 
+def by_kind(examples: Sequence[Example], can_mix: bool) -> list[Sequence[Example]]:
+    """Rows that may share a micro-batch: all, or those without and those with images apart."""
+    if can_mix:
+        return [examples]
+    return [[e for e in examples if not e.images], [e for e in examples if e.images]]
+
+
 def by_rows(examples: Sequence[Example], rows: int) -> list[Batch]:
     """Micro-batches of `rows` consecutive examples, the last one perhaps short."""
     return [Batch.of(examples[i : i + rows]) for i in range(0, len(examples), rows)]
 
 
-def by_tokens(examples: Sequence[Example], budget: int) -> list[Batch]:
+def by_tokens(examples: Sequence[Example], budget: int, padded: bool = False) -> list[Batch]:
     """Micro-batches of at most `budget` tokens: longest first, each into the first that fits.
 
-    A row is never parted. Raises RowError for one that is longer than the budget.
+    `padded`: count each row as long as the longest of its micro-batch. A row is never parted.
+    Raises RowError for one that is longer than the budget.
     """
     bins: list[tuple[int, list[Example]]] = []
     for example in sorted(examples, key=len, reverse=True):
@@ -32,8 +40,9 @@ def by_tokens(examples: Sequence[Example], budget: int) -> list[Batch]:
                 example.where,
             )
         for i, (used, members) in enumerate(bins):
-            if used + len(example) <= budget:
-                bins[i] = (used + len(example), [*members, example])
+            size = len(members[0]) if padded else len(example)
+            if used + size <= budget:
+                bins[i] = (used + size, [*members, example])
                 break
         else:
             bins.append((len(example), [example]))

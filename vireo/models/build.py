@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 
 from vireo.families import Family
 from vireo.models.load import fill_from_checkpoint
+from vireo.models.lora import Lora, add_adapters, fill_adapters, init_adapters
 from vireo.models.names import freeze, wrap_classes
 from vireo.models.policy import Policy
 from vireo.parallel import Parallel
@@ -28,7 +29,12 @@ from vireo.parallel import Parallel
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What to build: `frozen` names parts; `dtype` is the compute type (masters are float32)."""
+    """What to build.
+
+    `frozen` names parts; `dtype` is the compute type. Masters are float32, except for the frozen
+    base under adapters, which has the compute type. `adapter`: a folder whose adapters `lora`
+    describes and the run starts from.
+    """
 
     path: str
     frozen: frozenset[str] = frozenset()
@@ -36,6 +42,9 @@ class ModelSpec:
     shard: bool = True
     recompute: bool = False  # activation checkpointing of each decoder layer
     wrap: tuple[str, ...] | None = None
+    lora: Lora | None = None
+    adapter: str | None = None
+    seed: int = 0
 
 
 def build_policy(
@@ -53,7 +62,12 @@ def build_policy(
     """
     policy = empty_policy(config, family, dummy)
     switch_cache_off(policy.hf.config)
-    if spec.frozen:
+    if spec.lora is not None:
+        add_adapters(policy.hf, family, spec.lora)
+        for parameter in policy.hf.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(spec.dtype)
+    elif spec.frozen:
         freeze(policy.hf, family, set(spec.frozen))
     classes, notice = wrap_classes(policy.hf, family, list(spec.wrap) if spec.wrap else None)
     if spec.recompute:
@@ -63,8 +77,12 @@ def build_policy(
     policy.to_empty(device=parallel.device)
     policy.hf.tie_weights()
     init_buffers(policy.hf)
-    if load:
+    if load or spec.lora is not None:  # a checkpoint of adapters holds nothing else
         fill_from_checkpoint(policy.hf, spec.path, parallel)
+    if spec.adapter is not None:
+        fill_adapters(policy.hf, spec.adapter)
+    elif spec.lora is not None:
+        init_adapters(policy.hf, spec.seed)
     return policy, notice
 
 

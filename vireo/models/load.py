@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from vireo.errors import InputError
+from vireo.models.names import is_adapter, plain_name
 from vireo.parallel import Parallel
 
 SLICE_BYTES = 64 << 20
@@ -53,13 +55,32 @@ def _targets(hf: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     targets: dict[str, Tensor] = {}
     names: dict[int, str] = {}
     tied: dict[str, str] = {}
-    for name, value in hf.state_dict(keep_vars=True).items():
+    for name, value in _base_state(hf).items():
         if id(value) in names:
             tied[name] = names[id(value)]
         else:
             names[id(value)] = name
             targets[name] = value
     return targets, tied
+
+
+def fingerprint(path: str) -> int:
+    """A checksum of the weight files: their names and sizes, and a MiB of each end."""
+    value = 0
+    for file in _weight_files(path):
+        size = file.stat().st_size
+        value = zlib.crc32(f"{file.name} {size}".encode(), value)
+        with file.open("rb") as handle:
+            for start in (0, max(0, size - (1 << 20))):
+                handle.seek(start)
+                value = zlib.crc32(handle.read(1 << 20), value)
+    return value
+
+
+def _base_state(hf: Any) -> dict[str, Tensor]:
+    """What a checkpoint of the model without adapters holds, by its names."""
+    state = hf.state_dict(keep_vars=True).items()
+    return {plain_name(name): value for name, value in state if not is_adapter(name)}
 
 
 def _plan(
@@ -131,7 +152,7 @@ def _renamer(hf: Any):
     table = get_model_conversion_mapping(hf)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
     converters: Any = [entry for entry in table if not isinstance(entry, WeightRenaming)]
-    known = hf.state_dict()
+    known = _base_state(hf)
 
     def rename(key: str) -> str:
         name, converter = rename_source_key(key, renamings, converters, hf.base_model_prefix, known)

@@ -13,7 +13,17 @@ from vireo.families import FAMILIES, Family
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters by the names that the model's checkpoint uses, whatever wraps its layers."""
     for name, parameter in model.named_parameters():
-        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+        yield plain_name(name), parameter
+
+
+def plain_name(name: str) -> str:
+    """A name without what recomputation and adapters put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace(".base_layer.", ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is a low-rank adapter's."""
+    return ".lora_A." in name or ".lora_B." in name
 
 
 def part_of(name: str, family: Family) -> str | None:

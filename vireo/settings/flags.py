@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 from vireo.errors import InputError
 from vireo.settings.nearest import nearest
 from vireo.settings.schema import Settings
-from vireo.settings.section import Section
+from vireo.settings.section import Positive, Section
 
 _PREFIXES = {"fsdp": "fsdp_", "lora": "lora_"}  # of the flat names of a section
 _NAMES = {
@@ -66,6 +66,8 @@ def _plain(annotation: Any) -> tuple[Any, bool]:
 def _words(plain: Any, info: FieldInfo) -> str:
     if get_origin(plain) is Literal:
         return "|".join(get_args(plain))
+    if plain == list[Positive]:
+        return "numbers A,B > 0"
     limits = [
         f"{sign} {getattr(limit, attribute):g}"
         for limit in info.metadata

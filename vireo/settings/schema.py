@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from vireo.settings.section import Names, Section, Text
+from vireo.settings.section import Names, Numbers, Section, Text
 
 
 class ModelSettings(Section):
@@ -29,6 +29,14 @@ class ModelSettings(Section):
         default=False,
         description="Leave the projector between vision tower and language model as it is.",
     )
+    freeze_language: bool = Field(
+        default=False, description="Leave the layers of the language model as they are."
+    )
+    freeze_embeddings: bool | None = Field(
+        default=None,
+        description="Leave the token embeddings and the output head as they are. "
+        "Default: as freeze_language.",
+    )
     chat_template: Literal["qwen", "llava", "minicpm", "llama32v"] | None = Field(
         default=None, description="Chat template to render turns with. Default: the model's own."
     )
@@ -37,8 +45,23 @@ class ModelSettings(Section):
 class DataSettings(Section):
     """Which rows, and how they become examples."""
 
-    train_file: Text | None = Field(
-        default=None, description="Data file with the rows to train on."
+    train_file: Names | None = Field(
+        default=None, description="Data files with the rows to train on."
+    )
+    train_weights: Numbers | None = Field(
+        default=None,
+        description="How often an epoch has the rows of each train_file: 2 is twice, 0.5 is half "
+        "of them, another half in the next epoch. Default: 1 each.",
+    )
+    streaming: bool = Field(
+        default=False,
+        description="Read train_file in its order, without looking at all rows at the start. "
+        "Needs max_steps.",
+    )
+    shuffle_buffer: int = Field(
+        default=1000,
+        ge=1,
+        description="Rows that are shuffled among themselves when streaming.",
     )
     eval_file: Text | None = Field(
         default=None, description="Data file with the rows to evaluate on. Default: no evaluation."
@@ -144,6 +167,17 @@ class OptimSettings(Section):
     lr: float = Field(
         default=1e-5, ge=0, description="Highest learning rate, reached after the warm-up."
     )
+    vision_lr: float | None = Field(
+        default=None, ge=0, description="Highest learning rate of the vision tower. Default: lr."
+    )
+    mm_proj_lr: float | None = Field(
+        default=None, ge=0, description="Highest learning rate of the projector. Default: lr."
+    )
+    embeddings_lr: float | None = Field(
+        default=None,
+        ge=0,
+        description="Highest learning rate of token embeddings and output head. Default: lr.",
+    )
     lr_scheduler: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="How the learning rate falls after the warm-up."
     )
@@ -222,7 +256,7 @@ class LoraSettings(Section):
     r: int = Field(
         default=0,
         ge=0,
-        description="Rank of the adapters, which are not built yet: more than 0 is refused.",
+        description="Rank of the adapters. 0: none, whole weights are trained.",
     )
     alpha: int = Field(
         default=16, ge=1, description="Scale of the adapters: they count alpha / r times."
@@ -230,11 +264,18 @@ class LoraSettings(Section):
     dropout: float = Field(default=0.0, ge=0, le=1, description="Share of adapter inputs dropped.")
     target_modules: Names | None = Field(
         default=None,
-        description="Modules that get an adapter. Default: the language model's linear ones.",
+        description="Linear modules that get an adapter: module names (q_proj), or vision_tower, "
+        "mm_proj, language for all of a part. Default: language.",
     )
     ignore_modules: Names | None = Field(
         default=None,
-        description="Modules that get no adapter even where they are targets. Default: none.",
+        description="Modules that get no adapter though they are targets, named the same way. "
+        "Default: none.",
+    )
+    adapter: Text | None = Field(
+        default=None,
+        description="Adapter folder to start from, as exported; it gives r, alpha, dropout and "
+        "modules. Default: new adapters.",
     )
 
 
@@ -274,6 +315,23 @@ class RunSettings(Section):
     )
     eval_samples: int = Field(
         default=8, ge=0, description="Rows answered by generation at each evaluation. 0: none."
+    )
+    report_to: Names | None = Field(
+        default=None,
+        description="Trackers beside the run folder: tensorboard, wandb, trackio, or none. "
+        "Default: tensorboard where it is installed.",
+    )
+    project: Text = Field(default="vireo", description="Project that trackers file the run under.")
+    run_name: Text | None = Field(
+        default=None, description="Name of the run in trackers. Default: the run folder's."
+    )
+    push_to_hub: Text | None = Field(
+        default=None,
+        description="Hub repository ORG/NAME that gets the exported model when the run ends. "
+        "Default: none.",
+    )
+    hub_private: bool = Field(
+        default=True, description="Make the Hub repository private if it is new."
     )
     max_new_tokens: int = Field(default=64, ge=1, description="Longest generated answer in tokens.")
 

@@ -13,6 +13,8 @@ def _split(value: Any) -> Any:
 
 Text = Annotated[str, Field(min_length=1)]  # an empty shell variable is a mistake, not a path
 Names = Annotated[list[Text], BeforeValidator(_split), Field(min_length=1)]
+Positive = Annotated[float, Field(gt=0)]
+Numbers = Annotated[list[Positive], BeforeValidator(_split), Field(min_length=1)]
 
 
 class Section(BaseModel):

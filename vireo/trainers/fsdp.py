@@ -6,5 +6,5 @@ from vireo.settings import Settings
 from vireo.trainers import sft
 
 
-def run(settings: Settings) -> None:
-    sft.run(settings, vision=False)
+def run(settings: Settings) -> int:
+    return sft.run(settings, vision=False)

@@ -10,5 +10,5 @@ from vireo.settings import Settings
 from vireo.trainers import sft
 
 
-def run(settings: Settings) -> None:
-    sft.run(settings, vision=True)
+def run(settings: Settings) -> int:
+    return sft.run(settings, vision=True)

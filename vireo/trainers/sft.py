@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,31 +17,35 @@ import torch
 from vireo import parallel as parallel_module
 from vireo.data.conversation import Conversation, read_rows
 from vireo.data.loader import Plan, StepLoader, StepRows
-from vireo.data.packing import by_rows, by_tokens
+from vireo.data.packing import by_kind, by_rows, by_tokens
 from vireo.data.ragged import Batch
 from vireo.data.render import Renderer
 from vireo.errors import InputError, RowError
 from vireo.evaluation import accuracy, held_out_loss, policy_answers
 from vireo.hub import local_folder
-from vireo.models.build import ModelSpec, build_policy
+from vireo.models.lora import summary
 from vireo.parallel import Parallel
 from vireo.report.console import memory_gb, progress_bar, step_line
 from vireo.report.run_folder import RunFolder
 from vireo.settings import Settings
+from vireo.trainers.build import build_engine
+from vireo.trainers.refused import Refused
 from vireo.trainers.setup import find_checkpoint, run_paths, step_size, total_steps
+from vireo.trainers.stopping import Stopping
 from vireo.training import checkpoint
 from vireo.training.engine import TrainEngine
 from vireo.training.export import copy_side_files
-from vireo.training.optimizer import adamw, schedule
+from vireo.training.optimizer import schedule
 
 
-def run(settings: Settings, *, vision: bool) -> None:
-    """One run, from settings to the final checkpoint; every rank calls it."""
+def run(settings: Settings, *, vision: bool) -> int:
+    """One run, from settings to the final checkpoint; every rank calls it. Returns the exit code:
+    0, or 128 and the number of the signal that ended it early."""
     parallel = parallel_module.start(
         settings.fsdp.enable, settings.fsdp.sharding, settings.fsdp.shard_size
     )
     try:
-        Sft(settings, parallel, vision).run()
+        return Sft(settings, parallel, vision).run()
     finally:
         parallel.close()
 
@@ -50,8 +55,6 @@ class Sft:
 
     def __init__(self, settings: Settings, parallel: Parallel, vision: bool):
         self.settings, self.parallel = settings, parallel
-        if settings.lora.r:
-            raise InputError("--lora_r: adapters are not built yet; leave it out, or set it to 0")
         random.seed(settings.run.seed + parallel.rank)
         torch.manual_seed(settings.run.seed + parallel.rank)
         self.model_folder = local_folder(settings.model.vlm_model_name_or_path)
@@ -81,7 +84,7 @@ class Sft:
             raise InputError(f"{self.family.name} rows cannot be packed: set --packing false")
         if data.train_file is None:
             raise InputError("--train_file is missing")
-        self.rows = self._read(data.train_file)
+        self.rows = self._read(data.train_file[0])
         self.eval_rows = self._read(data.eval_file) if data.eval_file else []
         self.output, self.saves = run_paths(settings, parallel)
         self.start_from = find_checkpoint(settings, self.saves, parallel)
@@ -94,61 +97,78 @@ class Sft:
             )
         self.size, notice = step_size(settings.batch, parallel.world, done.get("global_batch"))
         self._check_data_unchanged(done)
-        self.folder = RunFolder(self.output, settings.to_yaml(), parallel.main, done.get("step"))
+        self.folder = RunFolder(self.output, settings, parallel.main, done.get("step"))
         self.notices = [notice] if notice else []
-        if settings.lora != type(settings.lora)():
+        if not settings.lora.r and not settings.lora.adapter and settings.lora.model_fields_set:
             self.notices.append("--lora_r is 0: the other lora settings have no effect")
         self.plan = Plan(
             len(self.rows), self.size.rows, self.size.chunk, settings.run.seed, data.shuffle
         )
         self.steps = total_steps(settings.optim, self.plan.steps_per_epoch)
-        # Skipped rows, as a dict for its order and its quick look-ups.
-        self.skipped: dict[str, None] = dict.fromkeys(done.get("skipped", []))
-        self.skipped |= dict.fromkeys(str(error) for error in self.rows.skipped)
+        known = [*done.get("skipped", []), *map(str, self.rows.skipped)]
+        self.refused = Refused(parallel, data.on_bad_row, known, self.folder.say)
         self.step, self.position = done.get("step", 0), done.get("position", 0)
         self.started_at = self.step
 
     # -- the loop ----------------------------------------------------------------------------
 
-    def run(self) -> None:
+    def run(self) -> int:
         settings, parallel = self.settings, self.parallel
         if settings.data.validate_rows == "full":
-            self._validate_all()
-        engine = self._build()
-        self._greet(engine)
-        rate = schedule(
-            settings.optim.lr_scheduler, settings.optim.lr, self.steps, settings.optim.warmup_ratio
+            self.refused.validate(self.renderer, (self.rows, self.eval_rows))
+        built = build_engine(
+            settings, self.renderer, parallel, packing=self.packing, start_from=self.start_from
         )
+        engine, self.adapters = built.engine, built.adapters
+        self.notices += built.notices
+        self._greet(engine)
+        with Stopping(parallel) as stopping:
+            stopped = self._train(engine, stopping)
+        if stopped:
+            self.folder.say(
+                f"stopped by {signal.Signals(stopped).name} after step {self.step}, which is "
+                "saved; go on with --resume auto"
+            )
+            return 128 + stopped
+        skipped = f", {len(self.refused)} rows skipped" if len(self.refused) else ""
+        self.folder.say(f"done: {self.step} steps{skipped}, run folder {self.output}")
+        return 0
+
+    def _train(self, engine: TrainEngine, stopping: Stopping) -> int:
+        """The steps; the signal that ended them early, or 0."""
+        settings, parallel = self.settings, self.parallel
+        optim = settings.optim
+        rate = schedule(optim.lr_scheduler, self.steps, optim.warmup_ratio)
         loader = self._loader(
             self.rows, self.plan, start=self.position, stop=self.plan.position(self.steps)
         )
         bar = progress_bar(self.steps, self.step, parallel.main)
         clock = time.perf_counter()
         saved = evaluated = -1
-        good, start = 0, self.position
+        good, start, stopped = 0, self.position, 0
         for item in loader:
-            lr = rate(self.step)
-            result = engine.step(self._micro_batches(item), lr)
+            share = rate(self.step)
+            result = engine.step(self._micro_batches(item), share)
             self.step, self.position = self.step + 1, item.position
             good += result.rows
             if good == 0 and self.position - start >= self.plan.rows:
                 raise InputError(
                     f"{settings.data.train_file}: every row was refused; the first: "
-                    f"{next(iter(self.skipped), 'none')}"
+                    f"{self.refused.first}"
                 )
             now = time.perf_counter()
             seconds, clock = now - clock, now
             record = {
                 "step": self.step,
                 "loss": result.loss if result.rows else None,  # every row of it was refused
-                "lr": lr,
+                "lr": optim.lr * share,
                 "grad_norm": result.grad_norm,
                 "epoch": self.position / self.plan.rows,
                 "rows": result.rows,
                 "tokens": result.tokens,
                 "supervised_tokens": result.supervised,
                 "images": result.images,
-                "skipped_rows": len(self.skipped),
+                "skipped_rows": len(self.refused),
                 "seconds": seconds,
                 "tokens_per_s": result.tokens / seconds,
                 "images_per_s": result.images / seconds,
@@ -164,74 +184,39 @@ class Sft:
             if settings.run.eval_steps and self.step % settings.run.eval_steps == 0:
                 evaluated = self._evaluate(engine)
             clock = time.perf_counter() if self.step in (saved, evaluated) else clock
+            stopped = stopping.asked()
+            if stopped:
+                break
         bar.close()
         if self.step > self.started_at:  # a run that was finished already has both
             if saved != self.step:
                 self._save(engine)
-            if self.eval_rows and evaluated != self.step:
+            if self.eval_rows and evaluated != self.step and not stopped:
                 self._evaluate(engine)
         else:
             self.folder.say(f"nothing to do: step {self.step} of {self.steps} is done")
-        skipped = f", {len(self.skipped)} rows skipped" if self.skipped else ""
-        self.folder.say(f"done: {self.step} steps{skipped}, run folder {self.output}")
+        return stopped
 
     def _micro_batches(self, item: StepRows) -> list[Batch]:
         """This rank's micro-batches of a step, once every rank knows which rows are refused."""
-        self._refuse(item.refused)
+        self.refused.share(item.refused)
         budget = self.settings.batch.max_tokens_per_gpu
-        if budget is None:
-            return by_rows(item.examples, self.size.chunk)
-        return by_tokens(item.examples, budget)
+        made: list[Batch] = []
+        for examples in by_kind(item.examples, self.family.can_mix):
+            if budget is None:
+                made += by_rows(examples, self.size.chunk)
+            else:
+                made += by_tokens(examples, budget, padded=not self.packing)
+        return made
 
     # -- parts -------------------------------------------------------------------------------
-
-    def _build(self) -> TrainEngine:
-        settings, parallel = self.settings, self.parallel
-        wanted = settings.fsdp.mp_dtype or ("bf16" if parallel.device.type == "cuda" else "fp32")
-        dtype = torch.bfloat16 if wanted == "bf16" else torch.float32
-        frozen = {"vision"} if settings.model.freeze_vision else set()
-        frozen |= {"projector"} if settings.model.freeze_mm_proj else set()
-        spec = ModelSpec(
-            self.model_folder,
-            frozen=frozenset(frozen),
-            dtype=dtype,
-            shard=settings.fsdp.enable,
-            recompute=settings.fsdp.grad_ckpt,
-            wrap=tuple(settings.fsdp.auto_wrap_cls) if settings.fsdp.auto_wrap_cls else None,
-        )
-        dummy = self.renderer.dummy() if self.family.has_vision else None
-        policy, notice = build_policy(
-            spec, self.renderer.config, self.family, parallel, dummy, load=self.start_from is None
-        )
-        if notice:
-            self.notices.append(f"--fsdp_auto_wrap_cls: {notice}")
-        optim = settings.optim
-        optimizer = adamw(
-            policy,
-            lr=optim.lr,
-            betas=(optim.adam_beta1, optim.adam_beta2),
-            eps=optim.adam_eps,
-            weight_decay=optim.weight_decay,
-        )
-        if self.start_from is not None:
-            checkpoint.load(self.start_from, policy, optimizer, parallel)
-        return TrainEngine(
-            policy,
-            optimizer,
-            parallel,
-            empty=Batch.of([self.renderer.empty()]),
-            packing=bool(self.packing),
-            pad_id=self.renderer.pad_id,
-            clip_grad_norm=optim.clip_grad_norm,
-            autocast=dtype if dtype != torch.float32 and not settings.fsdp.enable else None,
-        )
 
     def _evaluate(self, engine: TrainEngine) -> int:
         run = self.settings.run
         rows = len(self.eval_rows)
         plan = Plan(rows, self.size.chunk * self.parallel.world, self.size.chunk, shuffle=False)
         steps = self._loader(self.eval_rows, plan, start=0, stop=rows)
-        loss = held_out_loss(engine, steps, self.size.chunk, self._refuse)
+        loss = held_out_loss(engine, steps, self.size.chunk, self.refused.share)
         record: dict[str, Any] = {"step": self.step, "eval_loss": loss}
         line = f"eval at step {self.step}: loss {loss:.4f}"
         shown = self._readable(run.eval_samples)
@@ -259,7 +244,8 @@ class Sft:
                 "rows": self.plan.rows,
                 "digest": self.rows.digest,
                 "global_batch": self.size.rows,
-                "skipped": list(self.skipped),
+                "skipped": list(self.refused.rows),
+                "adapters": self.adapters,
                 "settings": self.settings.model_dump(mode="json", by_alias=True),
             },
             self._write_hf,
@@ -318,36 +304,6 @@ class Sft:
                 found.append(i)
         return [self.eval_rows[i] for i in self.parallel.gather(found)[0]]
 
-    def _refuse(self, refused: list[RowError]) -> None:
-        """Skip and count rows refused on any rank, or stop every rank with the first of them."""
-        if not self.parallel.max([len(refused)])[0]:
-            return
-        everywhere = [error for part in self.parallel.gather(refused) for error in part]
-        if self.settings.data.on_bad_row == "error":
-            raise everywhere[0]
-        for text in map(str, everywhere):
-            if text not in self.skipped:  # each epoch and each evaluation meets it again
-                self.skipped[text] = None
-                self.folder.say(f"skipped {text}")
-
-    def _validate_all(self) -> None:
-        """Render every row once, shared out over the ranks, before the model is built."""
-        refused = []
-        for rows in (self.rows, self.eval_rows):
-            for i in range(self.parallel.rank, len(rows), self.parallel.world):
-                try:
-                    self.renderer.example(rows[i])
-                except RowError as error:
-                    refused.append(error)
-                    if self.settings.data.on_bad_row == "error":
-                        break
-        everywhere = [error for part in self.parallel.gather(refused) for error in part]
-        if everywhere and self.settings.data.on_bad_row == "error":
-            raise everywhere[0]
-        self.skipped |= dict.fromkeys(map(str, everywhere))
-        self.notices += [f"--validate full: will skip {error}" for error in everywhere[:5]]
-        self.notices.append(f"--validate full: {len(everywhere)} rows will be skipped")
-
     def _check_data_unchanged(self, done: dict[str, Any]) -> None:
         """A position in the data means the same rows only with the same file, order and seed."""
         if not done:
@@ -380,6 +336,10 @@ class Sft:
             f"{len(self.rows)} rows ({len(self.rows.skipped)} skipped at start), "
             f"{self.size.rows} rows a step, {self.steps} steps"
         )
+        if self.adapters is not None:
+            modules = self.adapters["modules"]
+            say(f"adapters of rank {self.adapters['r']} on {len(modules)} linear modules:")
+            say(f"  {summary(modules)}")
         for error in self.rows.skipped[:5]:
             say(f"skipped {error}")
         if self.start_from is not None:

@@ -1,7 +1,8 @@
 """Checkpoints: written aside, renamed when complete, checked when read, loaded on any rank count.
 
 A checkpoint folder `step-N` holds
-    state/         model and optimizer (torch.distributed.checkpoint)
+    state/         model (of one with adapters, these alone) and optimizer, as written by
+                   torch.distributed.checkpoint
     hf/            config, processor, tokenizer, chat template: what an export needs besides weights
     rng.pt         random-number state of each rank
     progress.json  step, position in the data, global batch, skipped rows, settings
@@ -13,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import random
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from vireo.errors import InputError
+from vireo.errors import InputError, VireoError
+from vireo.models.names import is_adapter
 from vireo.models.policy import Policy
 from vireo.parallel import Parallel
 
@@ -53,33 +56,78 @@ def save(
     """
     final = folder / f"step-{progress['step']}"
     aside = folder / f".writing-step-{progress['step']}"
-    if parallel.main:
-        folder.mkdir(parents=True, exist_ok=True)
-        for left in [*folder.glob(".writing-step-*"), *folder.glob(".deleting-step-*")]:
-            shutil.rmtree(left)  # of a run that was killed
-        (aside / "hf").mkdir(parents=True)
-    parallel.barrier()
-    options = StateDictOptions(full_state_dict=full, cpu_offload=full)
-    model, optim = get_state_dict(policy, optimizer, options=options)
-    state = {"model": model, "optim": optim}
     alone = full or parallel.world == 1
-    if not alone or parallel.main:
-        with _expected_alone():
-            dcp.save(state, checkpoint_id=aside / "state", no_dist=alone)
+
+    def prepare() -> None:
+        if parallel.main:
+            folder.mkdir(parents=True, exist_ok=True)
+            for left in [*folder.glob(".writing-step-*"), *folder.glob(".deleting-step-*")]:
+                shutil.rmtree(left)  # of a run that was killed
+            (aside / "hf").mkdir(parents=True)
+
+    def write_tensors() -> None:
+        model, optim = _state(policy, optimizer, full_state_dict=full, cpu_offload=full)
+        if not alone or parallel.main:
+            with _expected_alone():
+                state = {"model": model, "optim": optim}
+                dcp.save(state, checkpoint_id=aside / "state", no_dist=alone)
+
+    def write_rest() -> None:
+        if parallel.main:
+            torch.save(states, aside / "rng.pt")
+            write_hf(aside / "hf")
+            _write_json(aside / "progress.json", progress | {"world": parallel.world})
+
+    def finish() -> None:
+        if parallel.main:
+            for path in (aside / "state", aside / "hf", aside):
+                _sync(path)
+            _write_json(aside / MANIFEST, sums)
+            _remove(final)
+            os.replace(aside, final)
+            _sync(folder)
+
     states = parallel.gather(_rng_state())
-    if parallel.main:
-        torch.save(states, aside / "rng.pt")
-        write_hf(aside / "hf")
-        _write_json(aside / "progress.json", progress | {"world": parallel.world})
-    parallel.barrier()
-    sums = _checksums(aside, parallel, alone=full)
-    if parallel.main:
-        _write_json(aside / MANIFEST, sums)
-        _remove(final)
-        os.replace(aside, final)
-        _sync(folder)
-    parallel.barrier()
+    for write in (prepare, write_tensors, write_rest):
+        _together(parallel, final, write)
+    names = parallel.gather(_files(aside) if parallel.main else [])[0]
+    mine = names[parallel.rank :: parallel.world] if not full else names * parallel.main
+    sums: dict[str, list[int]] = {}
+    _together(parallel, final, lambda: sums.update(_checksums(aside, mine)))
+    sums = {name: value for part in parallel.gather(sums) for name, value in part.items()}
+    _together(parallel, final, finish)
     return final
+
+
+def _together(parallel: Parallel, final: Path, write: Callable[[], None]) -> None:
+    """A part of a save on every rank; if it fails on any, the same VireoError on all of them.
+
+    A full disk, most of the time: what was written aside goes, the last complete one stays.
+    """
+    failed = None
+    try:
+        write()
+    except (OSError, RuntimeError, CheckpointException) as error:
+        failed = _cause(error)
+    first = next((text for text in parallel.gather(failed) if text is not None), None)
+    if first is None:
+        return
+    if parallel.main:
+        shutil.rmtree(final.with_name(f".writing-{final.name}"), ignore_errors=True)
+    kept = checkpoints(final.parent)
+    last = f"{kept[-1]} is the last good one: go on from it with --resume auto" if kept else ""
+    raise VireoError(
+        f"{final} cannot be written: {first}. {last or 'There is no earlier checkpoint.'}"
+    )
+
+
+def _cause(error: BaseException) -> str:
+    """The operating system's own words, wherever they are wrapped."""
+    if isinstance(error, CheckpointException):
+        error = next((e for e, _ in error.failures.values()), error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def load(
@@ -91,12 +139,16 @@ def load(
     where this rank existed when the checkpoint was written.
     """
     progress = verify(path, parallel)
-    model, optim = get_state_dict(policy, optimizer)
+    model, optim = _state(policy, optimizer)
     state: dict[str, Any] = {"model": model, "optim": optim}
     read_state(path, state, alone=parallel.world == 1)
     mine = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     set_state_dict(
-        policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        policy,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+        options=StateDictOptions(ignore_frozen_params=_adapted(policy), strict=False),
     )
     for group, settings in zip(optimizer.param_groups, mine):
         group.update(settings)  # betas, decay and the like are this run's, not the checkpoint's
@@ -106,14 +158,49 @@ def load(
     return progress
 
 
+def _adapted(policy: Policy) -> bool:
+    return any(is_adapter(name) for name, _ in policy.named_parameters())
+
+
+def _state(policy: Policy, optimizer: torch.optim.Optimizer, **options: Any) -> tuple[dict, dict]:
+    """State of model and optimizer. Of a model with adapters these alone: its frozen base stays
+    where it is, in its own folder."""
+    adapted = _adapted(policy)
+    model, optim = get_state_dict(
+        policy, optimizer, options=StateDictOptions(ignore_frozen_params=adapted, **options)
+    )
+    if adapted:  # a head tied to frozen embeddings is listed all the same
+        model = {name: value for name, value in model.items() if is_adapter(name)}
+    return model, optim
+
+
 def read_state(path: Path, state: dict[str, Any], alone: bool) -> None:
-    """Fill `state` from a checkpoint; InputError if it belongs to another model."""
+    """Fill `state` from a checkpoint; InputError if it belongs to another model.
+
+    A weight that only one of the two has (an adapter of a module that is no target any more) is an
+    error as well.
+    """
+    left = sorted(set(model_tensors(path)) - set(state["model"]))
+    if left:
+        raise InputError(
+            f"{path} holds {len(left)} weights that this model has no place for, such as "
+            f"{left[0]}: train with the same --lora_* settings, on the same model"
+        )
     try:
         with _expected_alone():
             dcp.load(state, checkpoint_id=path / "state", no_dist=alone)
     except (Exception, CheckpointException) as error:
         first = next(iter(str(error).strip().splitlines()), repr(error))
         raise InputError(f"{path} cannot be read into this model: {first}") from error
+
+
+def model_tensors(path: Path) -> dict[str, Any]:
+    """Name in the policy -> metadata (`size`) of each weight that a checkpoint holds."""
+    try:
+        found = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise InputError(f"{path}/state cannot be read: {error}") from error
+    return {k.removeprefix("model."): v for k, v in found.items() if k.startswith("model.")}
 
 
 @contextlib.contextmanager
@@ -183,21 +270,16 @@ def _remove(path: Path) -> None:
             shutil.rmtree(gone)
 
 
-def _checksums(folder: Path, parallel: Parallel, alone: bool) -> dict[str, list[int]]:
-    """Size and CRC of every file, each synced to disk; rank 0's list, shared out over the ranks."""
-    listed = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    names = parallel.gather(listed)[0]
-    if alone:
-        names = names if parallel.main else []
-    else:
-        names = names[parallel.rank :: parallel.world]
-    mine = {name: [(folder / name).stat().st_size, _crc(folder / name)] for name in names}
+def _files(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def _checksums(folder: Path, names: list[str]) -> dict[str, list[int]]:
+    """Size and CRC of files, each synced to disk."""
+    sums = {name: [(folder / name).stat().st_size, _crc(folder / name)] for name in names}
     for name in names:
         _sync(folder / name)
-    if parallel.main:
-        for path in (folder / "state", folder / "hf", folder):
-            _sync(path)
-    return {name: value for part in parallel.gather(mine) for name, value in part.items()}
+    return sums
 
 
 def _crc(path: Path) -> int:

@@ -21,6 +21,7 @@ from vireo.errors import VireoError
 from vireo.models.names import named_parameters
 from vireo.models.policy import Policy
 from vireo.parallel import Parallel
+from vireo.training.optimizer import set_rate
 
 
 @dataclass
@@ -39,7 +40,8 @@ class TrainEngine:
     """A sharded policy with its optimizer.
 
     `packing`: rows of a micro-batch end to end in one sequence, else padded to the longest.
-    `empty`: a micro-batch without loss, run by a rank that has nothing left while others have.
+    `empty`: a micro-batch run without loss by a rank that has nothing left while others have.
+    `empty_images`: the same with an image, for families that cannot mix text and image rows.
     """
 
     def __init__(
@@ -49,20 +51,23 @@ class TrainEngine:
         parallel: Parallel,
         *,
         empty: Batch,
+        empty_images: Batch | None = None,
         packing: bool,
         pad_id: int,
         clip_grad_norm: float = 0.0,
         autocast: torch.dtype | None = None,
     ):
         self.policy, self.optimizer, self.parallel = policy, optimizer, parallel
-        self.empty, self.packing, self.pad_id = empty, packing, pad_id
+        self.empty, self.empty_images = empty, empty_images
+        self.packing, self.pad_id = packing, pad_id
         self.clip_grad_norm, self.autocast = clip_grad_norm, autocast
 
-    def step(self, micro_batches: Sequence[Batch], lr: float) -> StepResult:
+    def step(self, micro_batches: Sequence[Batch], rate: float) -> StepResult:
         """Forward and backward of this rank's micro-batches, then one optimizer step.
 
-        Every rank calls it the same number of times; ranks with fewer micro-batches run empty
-        ones. Raises VireoError on every rank if the loss or the gradient is not finite.
+        `rate` is the share (0 to 1) of the highest learning rates. Every rank calls it the same
+        number of times; ranks with fewer micro-batches run empty ones. Raises VireoError on every
+        rank if the loss or the gradient is not finite.
         """
         self.policy.train()
         weight, rows, tokens, supervised, images = self.parallel.sum(
@@ -74,8 +79,7 @@ class TrainEngine:
                 sum(sum(batch.images) for batch in micro_batches),
             ]
         )
-        count = int(self.parallel.max([len(micro_batches)])[0])
-        loss_sum = self.accumulate(micro_batches, count, weight)
+        loss_sum = self.accumulate(micro_batches, weight)
         norm = self.clip()
         loss = self.parallel.sum([loss_sum])[0] / max(weight, 1e-12)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -84,25 +88,43 @@ class TrainEngine:
                 f"the loss is {loss} and the gradient norm {norm}: lower --lr, or look at the "
                 f"rows of this step"
             )
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self.optimizer, rate)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return StepResult(loss, norm, int(rows), int(tokens), int(supervised), int(images))
 
-    def accumulate(self, micro_batches: Sequence[Batch], count: int, weight: float) -> float:
-        """Gradients of `count` micro-batches on every rank; the sum of this rank's token losses."""
+    def in_step(self, micro_batches: Sequence[Batch]) -> list[tuple[Batch, bool]]:
+        """(micro-batch, whether it counts) in the order that all ranks run; collective.
+
+        Ranks with fewer run empty ones at the end. Where a family cannot mix them, micro-batches of
+        text rows go first: the last one then runs every layer that any of the step has run, and
+        FSDP reduces the gradients of those that the last one runs.
+        """
+        kinds = [(list(micro_batches), self.empty)]
+        if self.empty_images is not None:
+            text = [batch for batch in micro_batches if not any(batch.images)]
+            images = [batch for batch in micro_batches if any(batch.images)]
+            kinds = [(text, self.empty), (images, self.empty_images)]
+        counts = self.parallel.max([len(mine) for mine, _ in kinds])
+        order = []
+        for (mine, empty), count in zip(kinds, counts):
+            order += [(batch, True) for batch in mine]
+            order += [(empty, False)] * (int(count) - len(mine))
+        return order
+
+    def accumulate(self, micro_batches: Sequence[Batch], weight: float) -> float:
+        """Gradients of a step's micro-batches; the sum of this rank's token losses. Collective."""
         total = torch.zeros((), device=self.parallel.device)
         scale = 1.0 / max(weight, 1e-12)  # gradients are summed over ranks (see models.build)
-        for i in range(count):
-            batch = micro_batches[i] if i < len(micro_batches) else self.empty
-            last = i == count - 1
+        order = self.in_step(micro_batches)
+        for i, (batch, counts) in enumerate(order):
+            last = i == len(order) - 1
             if isinstance(self.policy, FSDPModule):
                 self.policy.set_requires_gradient_sync(last)
                 self.policy.set_is_last_backward(last)
             logprobs, weights = self.forward(batch)
             loss = -(logprobs * weights).sum()
-            if i >= len(micro_batches):
+            if not counts:
                 loss = loss * 0.0
             (loss * scale).backward()
             total += loss.detach()
@@ -124,12 +146,9 @@ class TrainEngine:
         """(sum of weighted token losses, sum of weights) over all ranks, without gradients."""
         self.policy.eval()
         total = weight = 0.0
-        count = int(self.parallel.max([len(micro_batches)])[0])
-        for i in range(count):
-            logprobs, weights = self.forward(
-                micro_batches[i] if i < len(micro_batches) else self.empty
-            )
-            if i < len(micro_batches):
+        for batch, counts in self.in_step(micro_batches):
+            logprobs, weights = self.forward(batch)
+            if counts:
                 total -= float((logprobs * weights).sum())
                 weight += float(weights.sum())
         self.reshard()

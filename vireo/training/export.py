@@ -1,20 +1,39 @@
-"""Export a checkpoint to a folder that plain `from_pretrained` loads with equal logits."""
+"""Export a checkpoint to a folder that plain `from_pretrained` loads with equal logits.
+
+Of a run with adapters: the adapters alone, as PEFT reads them, or merged into their base.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoConfig
 
-from vireo.errors import InputError
+from vireo.errors import InputError, VireoError
 from vireo.families import family_of
+from vireo.hub import local_folder
 from vireo.models.build import empty_policy, init_buffers
-from vireo.training.checkpoint import read_state, verify
+from vireo.models.load import fill_from_checkpoint, fingerprint
+from vireo.models.lora import (
+    ADAPTER_WEIGHTS,
+    Lora,
+    merge_adapters,
+    peft_config,
+    published_name,
+    short_names,
+)
+from vireo.parallel import alone
+from vireo.training.card import model_card
+from vireo.training.checkpoint import model_tensors, read_state, verify
 
+SHARD_SIZE = "5GB"
 # Small files of a model folder: the model's own, and those of its processor.
 MODEL_FILES = ("config.json", "generation_config.json")
 PROCESSOR_FILES = (
@@ -30,10 +49,22 @@ PROCESSOR_FILES = (
 )
 
 
-def export(checkpoint: str | Path, out: str | Path, dtype: str = "auto") -> Path:
-    """Write `out`: weights under their published names, config, processor, tokenizer, template.
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    dtype: str = "auto",
+    *,
+    merge_lora: bool = False,
+    base: str | None = None,
+    max_shard_size: str = SHARD_SIZE,
+) -> Path:
+    """Write `out`: weights under their published names, config, processor, template, card.
 
-    `dtype`: bf16, fp32, or auto (the type that the trained model's own config names).
+    dtype: bf16, fp32, or auto: the type that the trained model's own config names (of adapters
+        alone: float32, as they were trained).
+    merge_lora: whole weights, base plus adapters, in place of the adapters alone.
+    base: the folder or Hub name of the base, where it has moved since the run.
+    max_shard_size: largest weight file, as in `save_pretrained`; more than one get an index.
     """
     path, out = Path(checkpoint), Path(out)
     if (path / "checkpoints").is_dir():
@@ -41,33 +72,106 @@ def export(checkpoint: str | Path, out: str | Path, dtype: str = "auto") -> Path
             f"{path} is a run folder; export one of its checkpoints: checkpoints/step-N"
         )
     progress = verify(path)
+    adapters = progress.get("adapters")
+    if merge_lora and adapters is None:
+        raise InputError(f"--merge_lora: {path} has no adapters; export it without")
+    if base is not None and not merge_lora:
+        raise InputError("--base is for --merge_lora alone; leave it out")
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; export into a new folder")
     config = AutoConfig.from_pretrained(path / "hf")
-    kind = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(dtype) or config.dtype
-    kind = kind or torch.float32
+    kind = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(dtype)
+    if adapters is not None and not merge_lora:
+
+        def write(folder: Path) -> None:
+            _write_adapters(path, folder, config, adapters, kind or torch.float32)
+    else:
+        kind = kind or config.dtype or torch.float32
+        hf = _merged(path, config, adapters, base) if merge_lora else _whole(path, config)
+
+        def write(folder: Path) -> None:
+            # A fresh, unsharded instance of the original class writes the names of the published
+            # layout; tied tensors are dropped by it, and the config's type is set here because a
+            # cast does not.
+            hf.to(kind)
+            set_dtype(hf.config, kind)
+            hf.save_pretrained(folder, max_shard_size=max_shard_size)
+
+    small = [] if adapters is not None and not merge_lora else ["generation_config.json"]
+    small += [file.name for file in side_files(None, path / "hf")]
+    card = model_card(progress, family_of(config), merged=merge_lora)
+    _write_aside(out, path / "hf", write, small, card)
+    _note_image_settings(progress["settings"]["data"])
+    return out
+
+
+def _write_aside(
+    out: Path, hf: Path, write: Callable[[Path], None], small: list[str], card: str
+) -> None:
+    """Weights, small files of `hf` and card in a folder beside `out`, renamed when complete."""
+    aside = out.with_name(f".writing-{out.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        write(aside)
+        for name in small:  # not config.json: the one just written names the type of the weights
+            if (hf / name).exists():
+                shutil.copy2(hf / name, aside / name)
+        (aside / "README.md").write_text(card)
+        if out.exists():
+            out.rmdir()
+        os.replace(aside, out)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise VireoError(f"{out} cannot be written: {error.strerror or error}") from error
+
+
+def _whole(path: Path, config: Any) -> Any:
+    """The trained model, unsharded, with master weights."""
     policy = empty_policy(config, family_of(config))
     policy.to_empty(device="cpu")
     policy.hf.tie_weights()
     init_buffers(policy.hf)
     state = {"model": policy.state_dict()}
     read_state(path, state, alone=True)
-    # A fresh, unsharded instance of the original class writes the names of the published layout;
-    # tied tensors are dropped by it, and the config's type is set here because a cast does not.
-    hf = policy.hf.to(kind)
-    set_dtype(hf.config, kind)
-    aside = out.with_name(f".writing-{out.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    hf.save_pretrained(aside)
-    for file in side_files(path / "hf", path / "hf"):
-        if file.name != "config.json":  # the one just written names the type of the weights
-            shutil.copy2(file, aside / file.name)
-    if out.exists():
-        out.rmdir()
-    os.replace(aside, out)
-    _note_image_settings(progress["settings"]["data"])
-    return out
+    return policy.hf
+
+
+def _merged(path: Path, config: Any, adapters: dict[str, Any], base: str | None) -> Any:
+    """Base plus adapters; the base is read again, so its weights are as exact as its files."""
+    folder = local_folder(base or adapters["base"])
+    if fingerprint(folder) != adapters["fingerprint"]:
+        raise InputError(
+            f"{folder} is not the model that {path} was trained on: its weight files differ; "
+            "name the right one with --base"
+        )
+    hf = empty_policy(config, family_of(config)).hf
+    hf.to_empty(device="cpu")
+    hf.tie_weights()
+    init_buffers(hf)
+    fill_from_checkpoint(hf, folder, alone())
+    merge_adapters(hf, _read_adapters(path), adapters["alpha"] / adapters["r"])
+    return hf
+
+
+def _read_adapters(path: Path) -> dict[str, Tensor]:
+    """Adapter weights of a checkpoint by their names in the model."""
+    found = {name: torch.empty(meta.size) for name, meta in model_tensors(path).items()}
+    read_state(path, {"model": found}, alone=True)
+    return {name.removeprefix("hf."): value for name, value in found.items()}
+
+
+def _write_adapters(
+    path: Path, folder: Path, config: Any, adapters: dict[str, Any], kind: torch.dtype
+) -> None:
+    weights = {published_name(n): v.to(kind).contiguous() for n, v in _read_adapters(path).items()}
+    save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    hf = empty_policy(config, family_of(config)).hf
+    lora = Lora(adapters["r"], adapters["alpha"], adapters["dropout"])
+    written = peft_config(lora, short_names(hf, adapters["modules"]))
+    written.base_model_name_or_path = adapters["base"]
+    written.inference_mode = True
+    written.save_pretrained(folder)
 
 
 def _note_image_settings(data: dict[str, Any]) -> None:
@@ -86,9 +190,9 @@ def set_dtype(config: Any, dtype: torch.dtype) -> None:
             part.dtype = dtype
 
 
-def side_files(model: Path, processor: Path) -> list[Path]:
+def side_files(model: Path | None, processor: Path) -> list[Path]:
     """The model's configs from its folder; tokenizer, image sizes and template from the other."""
-    found = [p for pattern in MODEL_FILES for p in model.glob(pattern)]
+    found = [p for pattern in MODEL_FILES for p in model.glob(pattern)] if model else []
     found += [p for pattern in PROCESSOR_FILES for p in processor.glob(pattern)]
     return sorted({p for p in found if p.is_file()})
 

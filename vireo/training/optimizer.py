@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
+from vireo.errors import InputError
+from vireo.models.names import named_parameters, part_of
+from vireo.models.policy import Policy
+
 
 def adamw(
-    model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    policy: Policy,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    part_lr: Mapping[str, float] | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW over what trains; no decay on norms and biases (every parameter of one dimension)."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    on_gpu = any(p.device.type == "cuda" for p in trained)
+    """AdamW over what trains; no decay on norms and biases (every parameter of one dimension).
+
+    `part_lr`: the highest rate of parts (vision, projector, ...) that have their own. A group's
+    `peak` is its highest rate, its `lr` that of the step (see `set_rate`).
+    """
+    rates = part_lr or {}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in named_parameters(policy.hf):
+        if parameter.requires_grad:
+            peak = rates.get(part_of(name, policy.family) or "", lr)
+            decay = weight_decay if parameter.dim() > 1 else 0.0
+            groups.setdefault((peak, decay), []).append(parameter)
+    if not groups:
+        raise InputError("every part of the model is frozen: nothing would be trained")
+    on_gpu = any(p.device.type == "cuda" for ps in groups.values() for p in ps)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=on_gpu
+        [
+            {"params": parameters, "lr": peak, "peak": peak, "weight_decay": decay}
+            for (peak, decay), parameters in groups.items()
+        ],
+        betas=betas,
+        eps=eps,
+        fused=on_gpu,
     )
 
 
-def schedule(kind: str, peak: float, steps: int, warmup_ratio: float) -> Callable[[int], float]:
-    """Learning rate of optimizer step 0, 1, ..., `steps` - 1.
+def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Every group's learning rate becomes `factor` (0 to 1) of its highest."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * factor
+
+
+def schedule(kind: str, steps: int, warmup_ratio: float) -> Callable[[int], float]:
+    """Share of the highest learning rate, 0 to 1, of optimizer step 0, 1, ..., `steps` - 1.
 
     Linear warm-up over `warmup_ratio` of the steps, then a half cosine or a line to zero, or flat.
     """
@@ -33,10 +63,10 @@ def schedule(kind: str, peak: float, steps: int, warmup_ratio: float) -> Callabl
 
     def rate(step: int) -> float:
         if step < warmup:
-            return peak * (step + 1) / warmup
+            return (step + 1) / warmup
         if kind == "constant":
-            return peak
+            return 1.0
         done = min(1.0, (step - warmup) / max(1, steps - warmup))
-        return peak * (0.5 * (1 + math.cos(math.pi * done)) if kind == "cosine" else 1 - done)
+        return 0.5 * (1 + math.cos(math.pi * done)) if kind == "cosine" else 1 - done
 
     return rate
