@@ -31,7 +31,7 @@ def test_the_entry_is_found_by_the_loaded_config(loaded):
 
 
 def test_an_unknown_family_names_the_known_ones():
-    with pytest.raises(LookupError, match="'clip' is not known; known families: qwen2_5_vl"):
+    with pytest.raises(LookupError, match="'clip' is not known; known families: llama, minicpm"):
         get_family("clip")
 
 
@@ -71,7 +71,18 @@ def test_keys_are_what_the_processor_returns(loaded):
     assert set(out) == {"input_ids", "attention_mask", *entry.keys}
     for name, key in entry.keys.items():
         if key.kind == "token":
-            assert out[name].shape == out["input_ids"].shape
+            one = out[name][0]  # the row of a batch of one
+            assert one.shape[key.axis] == out["input_ids"].shape[1]
+
+
+def test_a_placeholder_grows_where_the_entry_says_so(loaded):
+    entry, _, processor = loaded
+    if entry.has_vision:
+        text = f"a{entry.placeholder}"
+        out = processor(text=[text], images=[Image.new("RGB", (56, 56))])
+        short = processor.tokenizer.encode(entry.placeholder, add_special_tokens=False)
+        (ids,) = out["input_ids"]
+        assert (list(ids)[-len(short) :] != short) == entry.expands
 
 
 def test_image_tokens_are_single_special_tokens(loaded):

@@ -39,7 +39,7 @@ def write_pictures(folder: Path, order: list[int]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "mllama", "minicpmv4_6"])
 def test_rows_that_differ_only_in_the_picture_are_memorised(family: str, tmp_path: Path) -> None:
     model = build(family, tmp_path / "model", size="test")
     rows = write_pictures(tmp_path / "data", list(range(8)))

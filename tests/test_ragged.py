@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from vireo.data.ragged import BASE_KEYS, IGNORE, Batch, Example, Ragged
 from vireo.families import Key
@@ -17,12 +18,13 @@ KEYS = {
     **BASE_KEYS,
     "type_ids": Key("token", fill=7),
     "per_head": Key("token", fill=-1.5),  # with leading dimensions [2, 3, T]
+    "seen": Key("token", fill=3, dim=0),  # with later dimensions [T, images, 2]
     "pixels": Key("packed"),  # [patches, 4]
     "strips": Key("packed", dim=1),  # [2, width]
     "tiles": Key("padded", fill=9),  # [n, m]
 }
 # Keys that only a row with images has.
-OF_IMAGES = ("type_ids", "per_head", "pixels", "strips")
+OF_IMAGES = ("type_ids", "per_head", "seen", "pixels", "strips")
 
 
 def example(number: int, length: int, images: int = 0) -> Example:
@@ -42,6 +44,7 @@ def example(number: int, length: int, images: int = 0) -> Example:
         fields |= {
             "type_ids": values(length),
             "per_head": values(2, 3, length).float(),
+            "seen": values(length, images, 2),
             "pixels": values(3 * images, 4).float(),
             "strips": values(2, 5 * images),
         }
@@ -62,9 +65,9 @@ def check(batch: Batch, wanted: list[Example]) -> None:
             assert got.fields[name].dtype == value.dtype
             assert got.keys[name] == KEYS[name]
         extra = set(got.fields) - set(one.fields)
-        assert extra <= {"type_ids", "per_head"}  # never a pixel that the row does not have
+        assert extra <= {"type_ids", "per_head", "seen"}  # never a pixel that the row does not have
         for name in extra:
-            assert got.fields[name].shape[-1] == len(one)
+            assert got.fields[name].shape[KEYS[name].axis] == len(one)
             assert (got.fields[name] == KEYS[name].fill).all()
 
 
@@ -146,11 +149,15 @@ def test_packed_rows_stand_end_to_end(examples):
     full = batch.examples()  # with the fills
     for name in out:
         parts = [one.fields[name] for one in full if name in one.fields]
-        if KEYS[name].kind == "token":
+        if name == "seen":
+            most = max(one.shape[1] for one in parts)
+            wide = [F.pad(one, (0, 0, 0, most - one.shape[1]), value=3) for one in parts]
+            assert torch.equal(out[name], torch.cat(wide)[None])
+        elif KEYS[name].kind == "token":
             assert torch.equal(out[name], torch.cat(parts, -1).unsqueeze(-2)), name
             assert out[name].shape[-2:] == (1, batch.tokens)
         elif KEYS[name].kind == "packed":
-            assert torch.equal(out[name], torch.cat(parts, KEYS[name].dim)), name
+            assert torch.equal(out[name], torch.cat(parts, KEYS[name].axis)), name
     assert "attention_mask" not in out
 
 
@@ -170,6 +177,10 @@ def test_padded_rows_keep_their_values_under_the_mask(examples, left):
             if KEYS[name].kind != "token":
                 continue
             got = out[name][:, i] if name == "positions" else out[name][i]
+            if name == "seen":  # tokens first: turned, so that the next lines fit
+                images = value.shape[1]
+                assert (got[:, images:] == KEYS[name].fill).all()
+                got, value = got[:, :images].permute(1, 2, 0), value.permute(1, 2, 0)
             fill = 5 if name == "input_ids" else KEYS[name].fill
             assert torch.equal(got[..., mask], value), name
             assert (got[..., ~mask] == fill).all(), name
@@ -253,6 +264,14 @@ def test_pad_left_by_hand():
         "attention_mask": [[0, 1, 1], [1, 1, 1], [0, 0, 1]],
     }
     assert out["loss_weight"].tolist() == [[0, 0, 1], [0, 0, 1], [0, 0, 0]]
+
+
+def test_tokens_in_the_first_dimension_by_hand():
+    """Row 0 has 1 token and 2 images, row 1 has 2 tokens and 1 image."""
+    column = Ragged(Key("token", dim=0), [torch.tensor([[1, 2]]), torch.tensor([[3], [4]])])
+    assert column.padded().tolist() == [[[1, 2], [0, 0]], [[3, 0], [4, 0]]]
+    assert column.padded(left=True).tolist() == [[[0, 0], [1, 2]], [[3, 0], [4, 0]]]
+    assert column.packed().tolist() == [[1, 2], [3, 0], [4, 0]]
 
 
 def test_text_rows_alone_have_no_image_key():

@@ -192,7 +192,13 @@ def test_an_empty_file_and_an_empty_section_say_nothing(write):
         ([*MODEL, "--shuffle", "maybe"], "--shuffle: found 'maybe', expected true or false"),
         ([*MODEL, "--validate", "half"], "--validate: found 'half', expected lazy|full"),
         ([*MODEL, "--fsdp_auto_wrap_cls", "A,"], "--fsdp_auto_wrap_cls: found '', expected names"),
-        ([*MODEL, "--train_file", ""], "--train_file: found '', expected text"),
+        ([*MODEL, "--train_file", ""], "--train_file: found '', expected names A,B"),
+        ([*MODEL, "--eval_file", ""], "--eval_file: found '', expected text"),
+        ([*MODEL, "--train_weights", "1,0"], "--train_weights: found '0', expected numbers A,B"),
+        (
+            [*MODEL, "--train_file=a,b", "--train_weights=1"],
+            "--train_weights has 1 number for 2 files of --train_file",
+        ),
         (
             [*TOKENS, "--batch.per-device-train-batch-size", "1"],
             "--batch.per-device-train-batch-size and --max_tokens_per_gpu exclude each other",
@@ -253,6 +259,7 @@ def _values(flag: Flag) -> st.SearchStrategy[Any]:
             "number": st.floats(0, 1, exclude_min=True, exclude_max=True),
             "text": text | st.sampled_from(["none", "null", "true", "1e-5", "12", "2026-01-01"]),
             "names": st.lists(text, min_size=1, max_size=3),
+            "numbers": st.lists(st.floats(0, 4, exclude_min=True), min_size=1, max_size=3),
         }[kind]
     return values | st.none() if flag.optional else values
 
@@ -267,6 +274,8 @@ def _trees(draw) -> dict[str, Any]:
     batch, fsdp = tree.get("batch", {}), tree.get("fsdp", {})
     if batch.get("max_tokens_per_gpu"):
         batch |= {"per_device_train_batch_size": None, "packing": None, "global_batch_size": 4}
+    if weights := tree.get("data", {}).get("train_weights"):
+        tree["data"]["train_file"] = [f"f{i}" for i in range(len(weights))]
     if fsdp.get("sharding") == "hybrid":
         fsdp["enable"] = True
     return tree

@@ -83,6 +83,26 @@ def test_llama_golden():
     assert cat(Renderer(folder, chat_template="llama32v")) == LLAMA
 
 
+def test_llama_vision_golden():
+    wanted = LLAMA.replace(IMAGE, "<|image|>")
+    assert cat(renderer("mllama")) == wanted
+    assert cat(renderer("mllama", chat_template="llama32v")) == wanted
+
+
+def test_llama_text_golden():
+    wanted = LLAMA.replace(IMAGE, "")
+    assert cat(renderer("llama")) == wanted
+    assert cat(renderer("llama", chat_template="llama32v")) == wanted
+
+
+def test_native_minicpm_golden():
+    """The published checkpoints' own processor writes the image's place; a line end is in the named
+    template only, as clients of the older ones write it."""
+    wanted = MINICPM.replace(IMAGE, "<|image_pad|>")
+    assert cat(renderer("minicpmv4_6", chat_template="minicpm")) == wanted
+    assert cat(renderer("minicpmv4_6")) == wanted.replace("<|image_pad|>\n", "<|image_pad|>")
+
+
 def test_text_model_golden():
     assert cat(renderer("qwen3")) == TEXT_ONLY
     assert cat(renderer("qwen3", chat_template="minicpm")) == TEXT_ONLY

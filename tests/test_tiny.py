@@ -1,4 +1,4 @@
-"""Tiny checkpoints load in plain transformers, speak ChatML to the letter, and can learn."""
+"""Tiny checkpoints load in plain transformers, speak their chat to the letter, and can learn."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,15 @@ from PIL import Image
 
 from vireo.families import FAMILIES, get_family
 from vireo.families.tiny import build
-from vireo.families.tiny.templates import chatml
+from vireo.families.tiny.templates import chatml, llama
 from vireo.families.tiny.tokenizer import EMBEDDING_SIZE, VOCAB_SIZE, make_tokenizer
+from vireo.families.tiny.tokenizer import LLAMA as LLAMA_TOKENS
 
 torch.set_num_threads(1)
 
 VISION = sorted(name for name in FAMILIES if FAMILIES[name].has_vision)
+QWEN = ["qwen2_5_vl", "qwen2_vl"]
+LLAMA = ["llama", "mllama"]
 SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 TURNS = (
@@ -59,13 +62,18 @@ def encode(processor, family: str):
         return processor("What is it?", return_tensors="pt")
     text = processor.apply_chat_template(CAT[:1], add_generation_prompt=True)
     image = Image.new("RGB", (56, 56), "orange")
-    return processor(text=[text], images=[image], return_tensors="pt")
+    return processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
+
+
+def banned(processor, family: str) -> list[int]:
+    tokens = list(get_family(family).image_tokens)
+    return processor.tokenizer.convert_tokens_to_ids(tokens) if tokens else []
 
 
 # -- chat templates
 
 
-@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("family", QWEN)
 def test_golden_string_with_an_image(tiny, family):
     processor = transformers.AutoProcessor.from_pretrained(tiny(family))
     assert processor.apply_chat_template(CAT) == SYSTEM + TURNS.format(image=IMAGE)
@@ -86,6 +94,47 @@ def test_golden_string_of_the_text_family(tiny):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny("qwen3"))
     messages = [{"role": "user", "content": "What is it?"}, *CAT[1:]]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == TURNS.format(image="")
+
+
+LLAMA_TURNS = (
+    "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{image}What is it?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nA cat.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nYes.<|eot_id|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [
+        ("mllama", LLAMA_TURNS.format(image="<|image|>")),
+        ("minicpmv4_6", TURNS.format(image="<|image_pad|>")),
+    ],
+)
+def test_golden_strings_without_a_default_system_turn(tiny, family, wanted):
+    processor = transformers.AutoProcessor.from_pretrained(tiny(family))
+    assert processor.apply_chat_template(CAT) == wanted
+    assert processor.tokenizer.apply_chat_template(CAT, tokenize=False) == wanted
+
+
+def test_golden_string_of_llama(tiny):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny("llama"))
+    messages = [{"role": "user", "content": "What is it?"}, *CAT[1:]]
+    wanted = LLAMA_TURNS.format(image="")
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == wanted
+    prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert wanted.startswith(prompt)
+    assert prompt.endswith("assistant<|end_header_id|>\n\n")
+
+
+@pytest.mark.parametrize("family", LLAMA)
+def test_the_llama_tokenizers_begin_a_text_as_published(tiny, family):
+    """A trap: text from a chat template has its beginning, and must not get a second one."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny(family))
+    start = tokenizer.convert_tokens_to_ids("<|begin_of_text|>")
+    assert tokenizer.encode("a")[0] == start == tokenizer.bos_token_id
+    ids = tokenizer.apply_chat_template(CAT[2:], return_dict=True)["input_ids"]
+    assert ids.count(start) == 1
 
 
 def test_a_given_system_turn_replaces_the_default():
@@ -149,6 +198,32 @@ def test_tools_are_listed_in_the_one_system_turn(vision, given):
     assert "<|im_start|>system" not in rest
 
 
+def llama_render(messages, **options):
+    tokenizer = make_tokenizer(llama(image="<|image|>"), 100, LLAMA_TOKENS)
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
+def test_a_llama_tool_call_is_bare_json_and_its_result_an_ipython_turn():
+    call = [CALLS[0], {**CALLS[1], "tool_calls": CALLS[1]["tool_calls"][:1]}, CALLS[2]]
+    assert llama_render(call).endswith(
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        '{"name": "add", "parameters": {"a": 1, "b": 2}}<|eot_id|>'
+        "<|start_header_id|>ipython<|end_header_id|>\n\n3<|eot_id|>"
+    )
+    with pytest.raises(Exception, match="one tool call a turn"):
+        llama_render(CALLS)
+
+
+@pytest.mark.parametrize("given", [[], [{"role": "system", "content": "Be brief."}]])
+def test_llama_tools_are_listed_in_the_one_system_turn(given):
+    text = llama_render([*given, CALLS[0]], tools=TOOLS)
+    system, _, rest = text.partition("<|eot_id|>")
+    assert system.startswith("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n")
+    assert f"\n{json.dumps(TOOLS[0])}\n" in system
+    assert ("\n\nBe brief.\n\n" in system) == bool(given)
+    assert rest == "<|start_header_id|>user<|end_header_id|>\n\n1+2 and 3+4?<|eot_id|>"
+
+
 # -- tokenizer
 
 
@@ -167,34 +242,43 @@ def test_any_text_survives_the_tokenizer(text):
 def test_the_loaded_tokenizer_does_not_normalise(tiny, family):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny(family))
     text = "e\u0301 \ufb01 \u00e9  a\r\n\t\U0001f431 12 don't"  # NFC would join e and the accent
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     assert len(tokenizer) == VOCAB_SIZE <= EMBEDDING_SIZE
-    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
-    assert len(tokenizer.encode("123")) == 3  # one digit a token
+    ends = ("<|im_end|>", "<|endoftext|>")
+    if family in LLAMA:
+        ends = ("<|eot_id|>", "<|end_of_text|>")
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ends
+    assert len(tokenizer.encode("123", add_special_tokens=False)) == 3  # one digit a token
 
 
 # -- models
 
 
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "tie"),
+    [(f, t) for f in sorted(FAMILIES) for t in (True, False) if not (t and f == "mllama")],
+)
 def test_learns_generates_and_reloads(family, tie, tmp_path):
     folder = build(family, tmp_path / "a", size="test", tie_word_embeddings=tie)
     model, processor = load(folder, family)
     assert model.config.dtype == torch.float32
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     assert (embeddings is head) == tie
-    assert embeddings.shape[0] == EMBEDDING_SIZE
+    wanted = (VOCAB_SIZE - 1 + 8, VOCAB_SIZE - 1) if family == "mllama" else 2 * (EMBEDDING_SIZE,)
+    assert (embeddings.shape[0], head.shape[0]) == wanted
 
     inputs = encode(processor, family)
-    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    unseen = torch.isin(inputs["input_ids"], torch.tensor(banned(processor, family)))
+    labels = inputs["input_ids"].masked_fill(unseen, -100)
+    model(**inputs, labels=labels).loss.backward()
     without = [name for name, p in model.named_parameters() if p.grad is None]
     assert without == []
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     length = inputs["input_ids"].shape[1]
-    banned = [processor.tokenizer.convert_tokens_to_ids(t) for t in get_family(family).image_tokens]
-    text = model.generate(**inputs, max_new_tokens=4, suppress_tokens=banned or None)
+    text = model.generate(
+        **inputs, max_new_tokens=4, suppress_tokens=banned(processor, family) or None
+    )
     assert text.shape[1] > length
 
     model.save_pretrained(tmp_path / "b")
@@ -205,7 +289,7 @@ def test_learns_generates_and_reloads(family, tie, tmp_path):
         assert torch.equal(model.eval()(**inputs).logits, again.eval()(**inputs).logits)
 
 
-@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("family", QWEN)
 @pytest.mark.parametrize(
     ("size", "tokens"), [((56, 56), 4), ((28, 28), 1), ((5, 5), 1), ((5, 90), 5)]
 )
@@ -215,6 +299,36 @@ def test_image_tokens_by_image_size(tiny, family, size, tokens):
     out = processor(text=[IMAGE], images=[image], return_tensors="pt")
     assert out["pixel_values"].shape[0] == 4 * tokens
     assert out["mm_token_type_ids"].sum() == tokens
+
+
+@pytest.mark.parametrize(
+    ("size", "tiles"), [((56, 56), 1), ((8, 8), 1), ((90, 40), 2), ((60, 120), 2), ((200, 200), 4)]
+)
+def test_mllama_tiles_by_image_size(tiny, size, tiles):
+    processor = transformers.AutoProcessor.from_pretrained(tiny("mllama"))
+    out = processor(text=["<|image|>"], images=[Image.new("RGB", size)], return_tensors="pt")
+    assert out["pixel_values"].shape == (1, 1, 4, 3, 56, 56)
+    assert out["aspect_ratio_mask"].sum() == tiles
+    assert out["cross_attention_mask"][0, -1].sum() == tiles
+
+
+@pytest.mark.parametrize(
+    ("size", "slices", "tokens"),
+    [
+        ((56, 56), 0, 4),
+        ((112, 112), 0, 4),
+        ((8, 8), 0, 4),
+        ((112, 224), 2, 3 + 8),
+        ((300, 300), 9, 40),
+    ],
+)
+def test_minicpm_slices_by_image_size(tiny, size, slices, tokens):
+    processor = transformers.AutoProcessor.from_pretrained(tiny("minicpmv4_6"))
+    out = processor(text=["<|image_pad|>"], images=[Image.new("RGB", size)], return_tensors="pt")
+    text = processor.tokenizer.decode(out["input_ids"][0])
+    assert (text.count("<slice>"), text.count("<|image_pad|>")) == (slices, tokens)
+    assert out["target_sizes"].shape == (1 + slices, 2)
+    assert out["target_sizes"].prod(-1).sum() == 16 * tokens
 
 
 @pytest.mark.parametrize("family", VISION)
@@ -240,6 +354,16 @@ def test_two_builds_are_byte_equal(family, tmp_path):
     assert {name for name in a if a[name] != c[name]} == {"model.safetensors"}
     torch.manual_seed(1)
     assert torch.equal(state, torch.get_rng_state())  # the caller's random state is left alone
+
+
+def test_the_gates_of_mllama_are_open(tiny):
+    """They start at 0 in a model from its config, and no pixel would change anything."""
+    model, _ = load(tiny("mllama"), "mllama")
+    gates = [p for name, p in model.named_parameters() if "gate" in name and p.numel() == 1]
+    assert len(gates) == 2 + 2 + 3  # cross-attention, a global layer, three of the tower's inputs
+    assert all(gate == 0.5 for gate in gates)
+    with pytest.raises(ValueError, match="mllama cannot tie"):
+        build("mllama", tiny("mllama"), tie_word_embeddings=True)
 
 
 def test_weights_on_disk_have_the_published_names(tiny):

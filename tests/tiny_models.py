@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +44,7 @@ def tiny(family: str) -> str:
 
 def with_template(family: str, template: str, name: str, tokens: tuple[str, ...] = ()) -> str:
     """A copy of a tiny checkpoint with another chat template and more control tokens."""
-    out = scratch() / name
+    out = scratch() / f"with-{name}"
     shutil.copytree(tiny(family), out)
     if tokens:
         loaded = transformers.AutoTokenizer.from_pretrained(tiny(family))
@@ -127,6 +128,56 @@ CAT = (
 )
 
 
+# -- how a family writes a conversation ----------------------------------------------------------
+
+LLAMA_TURN = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+
+@dataclass(frozen=True)
+class Style:
+    """What the tiny checkpoint of a family writes round turns, and in a slot."""
+
+    turn: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")  # control tokens of a turn, each once
+    start: str = ""
+    opening: str = "<|im_start|>{role}\n"
+    end: str = "<|im_end|>"
+    after: str = "\n"
+    slot: tuple[str, ...] = ()  # control tokens of an image, each once
+
+    def chat(self, *turns: tuple[str, str]) -> str:
+        """The text of (role, text) turns, with what carries loss in «»."""
+        text = self.start
+        for role, said in turns:
+            said += self.end
+            said = f"«{said}»" if role == "assistant" else said
+            text += self.opening.format(role=role) + said + self.after
+        return text
+
+
+LLAMA = Style(
+    turn=LLAMA_TURN,
+    start="<|begin_of_text|>",
+    opening="<|start_header_id|>{role}<|end_header_id|>\n\n",
+    end="<|eot_id|>",
+    after="",
+)
+QWEN_VL = Style(slot=("<|vision_start|>", "<|vision_end|>"))
+STYLES = {
+    "qwen2_vl": QWEN_VL,
+    "qwen2_5_vl": QWEN_VL,
+    "qwen3": Style(),
+    "llama": LLAMA,
+    "mllama": replace(LLAMA, slot=("<|image|>",)),
+    "minicpmv4_6": Style(slot=("<image_id>", "</image_id>", "<image>", "</image>")),
+}
+
+# What processors make of one placeholder, slices of a large image included.
+SLOT = re.compile(
+    r"(<image_id>\d+</image_id>)?<image>(<\|image_pad\|>)+</image>"
+    r"(\n?<slice>(<\|image_pad\|>)+</slice>)*|(<\|image_pad\|>)+"
+)
+
+
 # -- what an example says ------------------------------------------------------------------------
 
 
@@ -136,9 +187,9 @@ def runs(made: Renderer, example: Example) -> list[str]:
 
 
 def marked(made: Renderer, example: Example) -> str:
-    """The whole text with its supervised runs in «», each image as one `<|image_pad|>`."""
+    """The whole text with its supervised runs in «», each image as its placeholder."""
     text = "".join(f"«{text}»" if loss else text for text, loss in _pieces(made, example))
-    return re.sub(r"(<\|image_pad\|>)+", "<|image_pad|>", text)
+    return SLOT.sub("<|image_pad|>", text)
 
 
 def controls(made: Renderer, example: Example) -> dict[str, int]:

@@ -117,12 +117,32 @@ def _data(argv: list[str]) -> None:
 def _settings(argv: list[str]) -> None:
     parser = _Parser("settings")
     parser.add_argument("--trainer", default="fsdp_vlm", help="trainer (default: %(default)s)")
-    trainer = parser.read(argv)["trainer"]
+    parser.add_argument("--schema", action="store_true", help="JSON Schema of a settings file")
+    given = parser.read(argv)
     from vireo.settings import describe
     from vireo.trainers import registry
 
-    registry.locate(trainer)
-    print(describe(trainer), end="")
+    registry.locate(given["trainer"])
+    if "schema" in given:
+        import json
+
+        from vireo.settings.json_schema import json_schema
+
+        print(json.dumps(json_schema(), indent=2))
+        return
+    print(describe(given["trainer"]), end="")
+
+
+def _env(argv: list[str]) -> None:
+    parser = _Parser("env")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    given = parser.read(argv)
+    import json
+
+    from vireo.report.environment import as_markdown, environment
+
+    found = environment()
+    print(json.dumps(found, indent=1) if "json" in given else as_markdown(found).rstrip())
 
 
 def _export(argv: list[str]) -> None:
@@ -130,12 +150,28 @@ def _export(argv: list[str]) -> None:
     parser.add_argument("ckpt", help="checkpoint folder")
     parser.add_argument("out", help="folder to write")
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), help="format of the weights")
+    parser.add_argument(
+        "--merge_lora", action="store_true", help="whole weights, not the adapters alone"
+    )
+    parser.add_argument("--base", help="with --merge_lora: the base, if it has moved since")
+    parser.add_argument("--max_shard_size", help="largest weight file (default: 5GB)")
+    parser.add_argument("--push_to_hub", metavar="ORG/NAME", help="upload it to the Hub as well")
+    parser.add_argument("--public", action="store_true", help="make a new Hub repository public")
     given = parser.read(argv)
+    repo, public = given.get("push_to_hub"), given.get("public", False)
+    if public and not repo:
+        raise InputError(f"{parser.prog}: --public is for --push_to_hub; leave it out")
     from vireo.training.export import export
+    from vireo.training.hub import check_push, push
 
     _no_bars()
-    export(given["ckpt"], given["out"], **_without(given, "ckpt", "out"))
+    if repo:
+        check_push(repo)
+    options = _without(given, "ckpt", "out", "push_to_hub", "public")
+    export(given["ckpt"], given["out"], repo=repo, **options)
     print(f"wrote {given['out']}")
+    if repo:
+        print(f"pushed to {push(given['out'], repo, private=not public)}")
 
 
 def _eval(argv: list[str]) -> None:
@@ -163,6 +199,64 @@ def _eval(argv: list[str]) -> None:
     print(json.dumps(evaluate_files(**given), indent=2))
 
 
+def _preview(argv: list[str]) -> None:
+    parser = _Parser("preview")
+    _data_flags(parser, model_required=True)
+    parser.add_argument(
+        "-n", dest="count", type=_count, metavar="N", help="rows of each file (default: 4)"
+    )
+    parser.add_argument("--html", help="write a page, not text")
+    parser.add_argument("--processor_name_or_path", help="folder or Hub name of the processor")
+    parser.add_argument("--image_size", type=_count, help="as in training")
+    parser.add_argument(
+        "--image_strategy", choices=("longest", "pad_square"), help="as in training"
+    )
+    parser.add_argument("--chat_template", help="as in training")
+    parser.add_argument("--max_length", type=_count, help="as in training")
+    parser.add_argument("--max_tokens_per_gpu", type=_count, help="budget of a micro-batch")
+    given = parser.read(argv)
+    from vireo.report.preview import preview
+
+    _no_bars()
+    preview(**given)
+
+
+def _doctor(argv: list[str]) -> None:
+    parser = _Parser("doctor")
+    parser.epilog = (
+        "The exit code is 0 also when rows are bad (their number is the first line), and 2 when "
+        "a file or the model cannot be read."
+    )
+    _data_flags(parser, model_required=False)
+    parser.add_argument("--json", dest="json_file", metavar="JSON", help="write the report there")
+    parser.add_argument("--html", dest="html_file", metavar="HTML", help="write a page there")
+    parser.add_argument("--limit", type=_count, help="rows of each file looked into (default: all)")
+    parser.add_argument("--world", type=_count, help="ranks of the run to foretell (default: 1)")
+    for name in (
+        "global_batch_size",
+        "max_tokens_per_gpu",
+        "per_device_train_batch_size",
+        "num_epochs",
+    ):
+        parser.add_argument(f"--{name}", type=_count, help="as in training")
+    given = parser.read(argv)
+    from vireo.report.doctor import doctor
+
+    if "vlm_model_name_or_path" in given:
+        _no_bars()
+    doctor(**given)
+
+
+def _data_flags(parser: _Parser, *, model_required: bool) -> None:
+    parser.add_argument("--train_file", required=True, help="data file, or several: A,B")
+    parser.add_argument(
+        *("--vlm_model_name_or_path", "--model_name_or_path"),
+        required=model_required,
+        help="folder or Hub name of the model",
+    )
+    parser.add_argument("--image_root", help="folder that image paths start from")
+
+
 def _demo(argv: list[str]) -> None:
     parser = _Parser("demo")
     parser.add_argument("--output_dir", default="runs/demo", help="folder (default: %(default)s)")
@@ -183,9 +277,12 @@ def _without(given: dict[str, Any], *names: str) -> dict[str, Any]:
 COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
     "train": (_train, "train a model; `vireo settings` lists the flags"),
     "demo": (_demo, "train and evaluate a tiny model on this machine"),
+    "preview": (_preview, "show rows as the trainer sees them, token by token"),
+    "doctor": (_doctor, "look at every row of a data file and report what is wrong with it"),
     "eval": (_eval, "measure a model on a data file"),
     "export": (_export, "turn a checkpoint into a folder that from_pretrained loads"),
     "settings": (_settings, "list every setting of a trainer"),
+    "env": (_env, "print versions and machine, to paste into a bug report"),
     "tiny": (_tiny, "write a tiny random model of a family"),
     "data": (_data, "write a small data set with images"),
 }

@@ -51,13 +51,10 @@ def answer_rows(
         suppress_tokens=sorted(renderer.image_ids) or None,
     )
     out: list[dict[str, Any]] = [{} for _ in rows]
-    images = [bool(row.images) for row in rows]
-    kinds = (
-        [range(len(rows))]
-        if renderer.family.can_mix
-        else [[i for i, has in enumerate(images) if has is kind] for kind in (False, True)]
-    )
-    batches = [kind[a : a + batch_size] for kind in kinds for a in range(0, len(kind), batch_size)]
+    kinds: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        kinds.setdefault(0 if renderer.family.can_mix else len(row.images), []).append(i)
+    batches = [k[a : a + batch_size] for k in kinds.values() for a in range(0, len(k), batch_size)]
     for batch in batches:
         prompts = [renderer.prompt(rows[i]) for i in batch]
         inputs = Batch.of([p for p, _ in prompts]).to(device).pad(renderer.pad_id, left=True)

@@ -17,7 +17,7 @@ from vireo.data.ragged import Batch, Example
 from vireo.data.render import Renderer
 from vireo.models.build import ModelSpec, build_policy
 from vireo.models.lora import Lora
-from vireo.models.names import named_parameters
+from vireo.models.names import is_adapter, named_parameters
 from vireo.training.engine import TrainEngine
 from vireo.training.optimizer import adamw
 
@@ -84,10 +84,10 @@ def examples_of(renderer: Renderer, data: Path) -> list[Example]:
     return [renderer.example(rows[i]) for i in range(len(rows))]
 
 
-def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Largest difference over all gradients, relative to each tensor's largest value or 1e-3."""
+def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], floor: float = 1e-3) -> float:
+    """Largest difference over all gradients, relative to each tensor's largest value or `floor`."""
     assert a.keys() == b.keys()
-    return max(float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1e-3)) for n in a)
+    return max(float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=floor)) for n in a)
 
 
 def gradients_over_ranks(model: str, data: Path, out: Path) -> dict[str, Any]:
@@ -110,18 +110,25 @@ def gradients_over_ranks(model: str, data: Path, out: Path) -> dict[str, Any]:
     return result
 
 
+# Pre-alignment trains the projector alone: nothing but images leads from the language model to it.
+FROZEN = {
+    "trained": frozenset[str](),
+    "frozen": frozenset({"vision"}),
+    "aligned": frozenset({"vision", "language", "embeddings", "head"}),
+}
+
+
 def text_beside_images(model: str, data: Path, out: Path) -> dict[str, Any]:
     """Rank 0 has only image rows, the others only text rows: the gradient of one rank."""
     parallel = parallel_module.start()
     result = {}
-    for frozen in (frozenset[str](), frozenset({"vision"})):
+    for key, frozen in FROZEN.items():
         engine, renderer = engine_for(model, parallel, frozen=frozen)
         examples = examples_of(renderer, data)
         images = [e for e in examples if e.images]
         texts = [e for e in examples if not e.images]
         mine = images if parallel.rank == 0 else texts[parallel.rank - 1 :: parallel.world - 1]
         found = gradients(engine, by_rows(mine, 2))
-        key = "frozen" if frozen else "trained"
         result[key] = furthest(found, torch.load(out / f"reference-{key}.pt"))
         step = engine.step(by_rows(mine, 2), 1.0)
         result[f"{key} loss"] = step.loss
@@ -150,7 +157,28 @@ def load_memory(model: str, data: Path, out: Path) -> dict[str, Any]:
     engine, _ = engine_for(model, parallel)
     full = {name: weight.clone() for name, weight in engine.named_weights()}
     reference = torch.load(out / "weights.pt")
-    return {"difference": max(float((full[n] - reference[n]).abs().max()) for n in reference)}
+    return {"difference": max(float((full[n] - reference[n]).detach().abs().max()) for n in full)}
+
+
+ADAPTERS = Lora(4, 16, targets=("language", "mm_proj"))
+
+
+def adapters_after(engine: TrainEngine, mine: list[Example], steps: int = 3) -> dict:
+    """Adapters after a few steps (the first ones leave A alone, because B is zero)."""
+    for _ in range(steps):
+        engine.step(by_rows(mine, 2), 1.0)
+    return {n: w.detach().clone() for n, w in engine.named_weights() if is_adapter(n)}
+
+
+def adapters_over_ranks(model: str, data: Path, out: Path) -> dict[str, Any]:
+    """Adapters on this many ranks become those of one rank."""
+    parallel = parallel_module.start()
+    engine, renderer = engine_for(model, parallel, lora=ADAPTERS)
+    rows = examples_of(renderer, data)
+    mine = [e for i, e in enumerate(rows) if share(i, 1, parallel.world) == parallel.rank]
+    found, reference = adapters_after(engine, mine), torch.load(out / "reference-lora.pt")
+    assert found.keys() == reference.keys()
+    return {"difference": max(float((found[n] - reference[n]).abs().max()) for n in reference)}
 
 
 CASES = {
@@ -158,4 +186,5 @@ CASES = {
     "text_beside_images": Case(text_beside_images, (2, 3)),
     "hybrid": Case(hybrid_is_full, (4,)),
     "load": Case(load_memory, (2, 3)),
+    "adapters": Case(adapters_over_ranks, (2, 3)),
 }

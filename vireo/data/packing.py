@@ -14,10 +14,11 @@ def share(position: int, chunk: int, world: int) -> int:
 
 
 def by_kind(examples: Sequence[Example], can_mix: bool) -> list[Sequence[Example]]:
-    """Rows that may share a micro-batch: all, or those without and those with images apart."""
+    """Rows that may share a micro-batch: all, or those with as many images."""
     if can_mix:
         return [examples]
-    return [[e for e in examples if not e.images], [e for e in examples if e.images]]
+    counts = sorted({example.images for example in examples})
+    return [[e for e in examples if e.images == count] for count in counts]
 
 
 def by_rows(examples: Sequence[Example], rows: int) -> list[Batch]:

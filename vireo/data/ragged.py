@@ -48,8 +48,9 @@ class Example:
         for name, value in self.fields.items():
             if name not in self.keys:
                 raise KeyError(f"{name}: the family's entry gives no kind for this processor key")
-            if self.keys[name].kind == "token" and value.shape[-1] != length:
-                raise ValueError(f"{name}: {value.shape[-1]} values for {length} tokens")
+            key = self.keys[name]
+            if key.kind == "token" and value.shape[key.axis] != length:
+                raise ValueError(f"{name}: {value.shape[key.axis]} values for {length} tokens")
 
     def __len__(self) -> int:
         return self.fields["input_ids"].shape[-1]
@@ -85,18 +86,24 @@ class Ragged:
         )
 
     def packed(self) -> Tensor | None:
-        """Rows end to end: tokens along the last dimension, packed keys along `key.dim`."""
+        """Rows end to end, along `key.axis`; padded keys are padded all the same."""
         rows = [row for row in self.rows if row is not None]
         if not rows:
             return None
         if self.key.kind == "padded":
             return self.padded()
-        return torch.cat(rows, dim=-1 if self.key.kind == "token" else self.key.dim)
+        if self.key.kind == "token" and self.key.dim is not None:
+            wide = _largest(rows)
+            for i, row in enumerate(rows):
+                wide[self.key.dim] = row.shape[self.key.dim]
+                rows[i] = _put(row, row.new_full(wide, self.key.fill))
+        return torch.cat(rows, dim=self.key.axis)
 
     def padded(self, fill: float | None = None, left: bool = False) -> Tensor | None:
         """Rows stacked: [B, ..., L] for tokens, [B, ...] for padded keys.
 
-        Packed keys stay end to end, as the models of such families take them.
+        `left` puts the tokens last along their dimension. Packed keys stay end to end, as the
+        models of such families take them.
         """
         if self.key.kind == "packed":
             return self.packed()
@@ -105,15 +112,25 @@ class Ragged:
             return None
         if len(rows) < len(self.rows):
             raise ValueError("a padded or token key must be present in every row")
-        shape = [max(sizes) for sizes in zip(*(row.shape for row in rows))]
         value = self.key.fill if fill is None else fill
-        out = rows[0].new_full((len(rows), *shape), value)
+        out = rows[0].new_full((len(rows), *_largest(rows)), value)
+        end = self.key.axis if left and self.key.kind == "token" else None
         for i, row in enumerate(rows):
-            spans = [slice(0, size) for size in row.shape]
-            if left and self.key.kind == "token":
-                spans[-1] = slice(shape[-1] - row.shape[-1], None)
-            out[i][tuple(spans)] = row
+            _put(row, out[i], end)
         return out
+
+
+def _largest(rows: Sequence[Tensor]) -> list[int]:
+    return [max(sizes) for sizes in zip(*(row.shape for row in rows))]
+
+
+def _put(row: Tensor, out: Tensor, end: int | None = None) -> Tensor:
+    """`out` with `row` in its first corner; at the end of the dimension `end`."""
+    spans = [slice(0, size) for size in row.shape]
+    if end is not None:
+        spans[end] = slice(out.shape[end] - row.shape[end], None)
+    out[tuple(spans)] = row
+    return out
 
 
 @dataclass
@@ -137,9 +154,9 @@ class Batch:
                 for i, example in enumerate(examples):
                     if column.rows[i] is None:
                         like = next(row for row in column.rows if row is not None)
-                        column.rows[i] = like.new_full(
-                            (*like.shape[:-1], len(example)), column.key.fill
-                        )
+                        shape = list(like.shape)
+                        shape[column.key.axis] = len(example)
+                        column.rows[i] = like.new_full(shape, column.key.fill)
         return cls(columns, [e.images for e in examples], [e.where for e in examples])
 
     def __len__(self) -> int:
@@ -199,8 +216,9 @@ class Batch:
             value = column.packed()
             if value is None:
                 continue
-            if column.key.kind == "token":
-                value = value.unsqueeze(-2)
+            if column.key.kind == "token":  # a batch of one, just before the tokens
+                axis = column.key.axis
+                value = value.unsqueeze(axis if axis >= 0 else axis - 1)
             out[name] = value
         return out
 

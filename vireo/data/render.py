@@ -4,7 +4,8 @@ One private control token, the *mark*, does the work that text search cannot do.
 module's own copy of the tokenizer, stands in the text that the processor gets, and is taken out of
 the ids again:
 
-- round each image slot, so that the ids before and after the processor expanded the images align;
+- round each image slot, so that the ids before and after the processor expanded the images align
+  (where a processor leaves one token an image as it is, they align by themselves);
 - in place of a control token that a person typed, whose ids as plain text are put back instead;
 - where one token would reach from the prompt into the answer, to part them as generation does.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from vireo.data import chat_templates
-from vireo.data.conversation import Conversation, Text, Turn
+from vireo.data.conversation import Conversation, Image, ImageRef, Text, Turn
 from vireo.data.images import ImageError, as_row_error, fit_image, load_image
 from vireo.data.positions import Positions
 from vireo.data.ragged import BASE_KEYS, IGNORE, Example
@@ -51,6 +53,7 @@ class Renderer:
         budget: int | None = None,
         many_images: bool = True,
     ):
+        self.model_path = model_path
         self.config, self.family = load_config(model_path)
         self.image_size, self.image_strategy = image_size, image_strategy
         self.many_images = many_images
@@ -111,10 +114,10 @@ class Renderer:
 
     def dummy(self) -> dict[str, torch.Tensor]:
         """The processor's tensors of one smallest image, for ranks that have none to show."""
-        from PIL import Image
+        from PIL import Image as Pil
 
         turn = Turn("user", (Text("."),))
-        blank = Image.new("RGB", (8, 8), "white")
+        blank = Pil.new("RGB", (8, 8), "white")
         text = self.template.render([turn]) + (self.family.placeholder or "")
         out = self._call(text, [blank])
         return {
@@ -127,6 +130,14 @@ class Renderer:
         labels = torch.tensor([IGNORE, self.pad_id])
         fields = {"input_ids": ids, "labels": labels, "loss_weight": (labels != IGNORE).float()}
         return Example(fields | {"positions": self.positions(fields)}, self.keys)
+
+    def empty_with_image(self) -> Example:
+        """A shortest row with a blank image: the same, for micro-batches of image rows."""
+        from PIL import Image as Pil
+
+        turns = (Turn("user", (Image(0), Text("."))), Turn("assistant", (Text("."),)))
+        blank = Pil.new("RGB", (8, 8), "white")
+        return self.example(Conversation(turns, (ImageRef(blank),)))
 
     def pictures(self, row: Conversation, count: int | None = None) -> list[Any]:
         """The row's decoded images as the processor gets them (RGB, fitted by the settings)."""
@@ -222,7 +233,7 @@ class Renderer:
     def _place_marks(
         self, text: str, answers: list[slice], typed: list[str], slots: int
     ) -> tuple[str, list[slice], list[str | None]]:
-        """Add marks round image slots and at answer starts inside a token.
+        """Add marks round slots that the processor expands, and at answer starts inside a token.
 
         Returns the text, the answers' spans in it, and for each mark the text that it stands for
         (None: a mark that opens an image slot).
@@ -236,7 +247,7 @@ class Renderer:
                     "template",
                     f"the chat template made {len(found)} image slots of {slots} images",
                 )
-            for at in found:
+            for at in found if self.family.expands else ():
                 cuts += [(at, None), (at + len(placeholder), "")]
         cuts += [(span.start, "") for span in answers if self._inside_token(text, span.start)]
         literals = iter(typed)
@@ -298,12 +309,12 @@ class Renderer:
         columns: dict[str, list] = {n: out[n][0].tolist() for n in token_keys}
         new: dict[str, list] = {name: [] for name in ("input_ids", "labels", *columns)}
 
-        def add(ids: list[int], loss: bool, at: int | None) -> None:
+        def add(ids: list[int], loss: bool, values: slice) -> None:
             new["input_ids"] += ids
             new["labels"] += ids if loss else [IGNORE] * len(ids)
             for name, column in columns.items():
-                fill = self.keys[name].fill
-                new[name] += [fill] * len(ids) if at is None else column[at : at + len(ids)]
+                here = column[values]
+                new[name] += here if len(here) == len(ids) else here * len(ids)
 
         stops = [(span.start, span.stop) for span in answers]
         parts_short, parts_full = _split(short, self.mark_id), _split(full, self.mark_id)
@@ -311,20 +322,21 @@ class Renderer:
             raise RowError("template", "the processor moved or repeated a part of the text")
         for j, ((a, ids), (b, ids_full)) in enumerate(zip(parts_short, parts_full)):
             if j > 0 and marks[j - 1] is None:  # an image slot: what the processor made of it
-                add(ids_full, False, b)
+                add(ids_full, False, slice(b, b + len(ids_full)))
                 continue
             if j > 0 and marks[j - 1]:
                 start = offsets[a - 1][0]
                 literal = self.tokenizer.encode(
                     marks[j - 1], add_special_tokens=False, split_special_tokens=True
                 )
-                add(literal, any(x <= start < y for x, y in stops), None)
+                # Other keys have of these tokens what the processor gave their mark.
+                add(literal, any(x <= start < y for x, y in stops), slice(b - 1, b))
             if ids != ids_full:
                 raise RowError("template", "the processor changed text outside the image slots")
             for k, token in enumerate(ids):
                 end = offsets[a + k][1]
                 loss = token not in self.image_ids and any(x < end <= y for x, y in stops)
-                add([token], loss, b + k)
+                add([token], loss, slice(b + k, b + k + 1))
         fields = {name: torch.tensor(values) for name, values in new.items()}
         fields["labels"][:1] = IGNORE  # nothing predicts the first token
         fields["loss_weight"] = (fields["labels"] != IGNORE).float()
@@ -357,6 +369,8 @@ def _split(ids: list[int], mark: int) -> list[tuple[int, list[int]]]:
 
 def load_config(path: str) -> tuple[Any, Family]:
     """The model's config and family entry; InputError if `path` holds no model Vireo knows."""
+    if (Path(path) / "adapter_config.json").exists():
+        raise InputError(f"{path} is an adapter: name its base here, and it with --lora_adapter")
     try:
         config = AutoConfig.from_pretrained(path)
         return config, family_of(config)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from vireo.families import qwen2_5_vl, qwen2_vl, qwen3
+from vireo.families import llama, minicpmv4_6, mllama, qwen2_5_vl, qwen2_vl, qwen3
 from vireo.families.entry import Family, Key
 
 __all__ = ["FAMILIES", "Family", "Key", "family_of", "get_family"]
 
 FAMILIES: dict[str, Family] = {
-    entry.name: entry for entry in (qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3.FAMILY)
+    module.FAMILY.name: module.FAMILY
+    for module in (qwen2_vl, qwen2_5_vl, qwen3, llama, mllama, minicpmv4_6)
 }
 
 

@@ -14,14 +14,24 @@ from typing import Literal
 class Key:
     """How one key of a processor's output behaves when rows are joined.
 
-    token:  one value a token, shape [T]; joined along the tokens, padded with `fill`
-    packed: rows of any length along `dim`, shape [n, ...]; joined along `dim`, never padded
+    token:  values of each token, shape [..., T]; joined along the tokens, padded with `fill`
+    packed: rows of any length along one dimension; joined along it, never padded
     padded: one tensor a row, shapes differ; padded to the largest with `fill`, then stacked
+
+    `dim` is the dimension of the tokens (None: the last) or of the join (None: the first). Where
+    the tokens' is given, rows may differ in the others too (images of a row), padded with `fill`.
     """
 
     kind: Literal["token", "packed", "padded"]
     fill: int | float = 0
-    dim: int = 0
+    dim: int | None = None
+
+    @property
+    def axis(self) -> int:
+        """`dim`, or what it is by default."""
+        if self.dim is not None:
+            return self.dim
+        return -1 if self.kind == "token" else 0
 
 
 @dataclass(frozen=True)
@@ -40,11 +50,12 @@ class Family:
     # Processor outputs besides input_ids and attention_mask.
     keys: dict[str, Key] = field(default_factory=dict)
     placeholder: str | None = None  # what the chat template writes for one image
+    expands: bool = True  # the processor puts more tokens in the place of a placeholder
     # Tokens that only the processor may write: banned in sampling, plain text when typed.
     image_tokens: tuple[str, ...] = ()
     positions: Literal["1d", "mrope"] = "1d"
     can_pack: bool = True
-    can_mix: bool = True  # text-only rows and image rows in one micro-batch
+    can_mix: bool = True  # rows with different numbers of images (or none) in one micro-batch
 
     @property
     def has_vision(self) -> bool:

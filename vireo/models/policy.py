@@ -25,14 +25,18 @@ class Policy(nn.Module):
         super().__init__()
         self.hf, self.family = hf, family
         self.dummy = dummy  # one smallest image, for micro-batches without images
+        self._nothing: Tensor | None = None
+        if dummy is not None:
+            hf.get_input_embeddings().register_forward_hook(self._add_nothing)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """log p of every supervised token, float32 [N], in reading order of `labels`.
 
         `inputs` is `Batch.pack()` or `Batch.pad()`. The tower runs in every micro-batch of a vision
-        family: without images it sees a blank one whose output is multiplied by zero, at the place
-        where an image would be seen, so that all ranks run the same collectives in the same order
-        (forward and backward) and no result depends on which rank had images.
+        family: without images it sees a blank one whose output, times zero, is added to the token
+        embeddings, where an image's would go. So all ranks run the same collectives in the same
+        order, forward and backward (with frozen embeddings too, where only images lead from the
+        language model to what trains), and no result depends on which rank had images.
         """
         model_inputs = {n: v for n, v in inputs.items() if n not in TRAINER_KEYS}
         positions = inputs["positions"]
@@ -40,20 +44,22 @@ class Policy(nn.Module):
             positions = positions[1:]  # the text row is only for packed boundaries
         elif self.family.positions == "1d":
             positions = positions[0]
-        nothing = None
         if self.dummy is not None and "pixel_values" not in inputs:
-            nothing = 0.0 * self._dummy_features(inputs["input_ids"].device)
+            self._nothing = 0.0 * self._dummy_features(inputs["input_ids"].device)
         hidden = self.hf.model(
             **model_inputs, position_ids=positions, use_cache=False
         ).last_hidden_state
         rows, columns = (inputs["labels"] != IGNORE).nonzero(as_tuple=True)
         targets = inputs["labels"][rows, columns]
-        logprobs = token_logprobs(hidden[rows, columns - 1], self.hf.lm_head, targets)
-        return logprobs if nothing is None else logprobs + nothing
+        return token_logprobs(hidden[rows, columns - 1], self.hf.lm_head, targets)
 
     def generate(self, **options: Any) -> Tensor:
         """`transformers`' own generation, inside the outermost module (see the class)."""
         return self.hf.generate(**options)
+
+    def _add_nothing(self, _module: nn.Module, _inputs: Any, embeddings: Tensor) -> Tensor:
+        nothing, self._nothing = self._nothing, None
+        return embeddings if nothing is None else embeddings + nothing
 
     def _dummy_features(self, device: torch.device) -> Tensor:
         assert self.dummy is not None

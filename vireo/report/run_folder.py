@@ -3,42 +3,68 @@
 from __future__ import annotations
 
 import json
-import platform
-import sys
 import time
-from importlib import metadata
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-PACKAGES = ("vireo-vl", "torch", "torchvision", "transformers", "tokenizers", "datasets", "numpy")
+from vireo.report.environment import environment
+from vireo.report.trackers import RunFacts, Trackers, choose
+from vireo.settings import Settings
 
 
 class RunFolder:
     """`path`/settings.yaml, environment.json, metrics.jsonl, log.txt, samples/.
 
     Only the main rank writes (`active`). `resumed_at`: records of later steps, left by the run
-    that was killed, are dropped, so that metrics.jsonl reads like an unbroken run's.
+    that was killed, are dropped, so that metrics.jsonl reads like an unbroken run's. The trackers
+    of --report_to are opened here and closed on leaving `with`. InputError: one cannot be opened.
     """
 
-    def __init__(self, path: Path, settings_yaml: str, active: bool, resumed_at: int | None):
+    def __init__(self, path: Path, settings: Settings, active: bool, resumed_at: int | None):
         self.path, self.active = path, active
         if not active:
             return
         path.mkdir(parents=True, exist_ok=True)
-        (path / "settings.yaml").write_text(settings_yaml)
+        (path / "settings.yaml").write_text(settings.to_yaml())
         (path / "environment.json").write_text(json.dumps(environment(), indent=1))
         records = path / "metrics.jsonl"
-        if resumed_at is None:
-            records.write_text("")
-        elif records.exists():
+        if resumed_at is not None and records.exists():
             kept = [line for line in records.read_text().splitlines() if _step(line) <= resumed_at]
             records.write_text("".join(line + "\n" for line in kept))
+        run = settings.run
+        facts = RunFacts(
+            folder=path,
+            project=run.project,
+            name=run.run_name or path.resolve().name,
+            config=settings.model_dump(mode="json", by_alias=True),
+            resumed_at=resumed_at,
+        )
+        self._trackers = Trackers(choose(run.report_to), facts, self.say)
+        # Last, because a folder that has this file is an earlier run's: one whose tracker could not
+        # be opened has done nothing yet, and is started again by the same command.
+        if resumed_at is None:
+            records.write_text("")
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the trackers; they are told whether the run failed."""
+        if self.active:
+            self._trackers.finish(failed=error is not None)
 
     def metrics(self, record: dict[str, Any]) -> None:
-        """Append one record to metrics.jsonl."""
+        """Append one record to metrics.jsonl and send its numbers to the trackers."""
         if self.active:
             with (self.path / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
+            self._trackers.record(record)
 
     def say(self, text: str) -> None:
         """A line for the person: to the console and to log.txt."""
@@ -54,6 +80,7 @@ class RunFolder:
         folder = self.path / "samples"
         folder.mkdir(exist_ok=True)
         write_samples(folder / f"step-{step}.jsonl", answers, pictures)
+        self._trackers.answers(step, answers)
 
 
 def write_samples(file: Path, answers: list[dict[str, Any]], pictures: list[list[Any]]) -> None:
@@ -66,26 +93,6 @@ def write_samples(file: Path, answers: list[dict[str, Any]], pictures: list[list
                 image.save(file.parent / name)
                 names.append(name)
             out.write(json.dumps(answer | {"images": names}, ensure_ascii=False) + "\n")
-
-
-def environment() -> dict[str, Any]:
-    """Versions and machine, for a report that can be read later."""
-    import torch
-
-    def version(name: str) -> str | None:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return None
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "gpus": gpus,
-        "packages": {name: version(name) for name in PACKAGES},
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
 
 
 def _step(line: str) -> float:

@@ -24,6 +24,7 @@ _NAMES = {
     "model.vlm_model_name_or_path": ("vlm_model_name_or_path", "model_name_or_path"),
     "fsdp.grad_ckpt": ("grad_ckpt",),
 }
+_NONE_IS_A_VALUE = {"run.report_to"}  # as published commands have it: no tracker at all
 _WORDS = {
     bool: "true or false",
     int: "whole number",
@@ -90,7 +91,7 @@ def _flags(tree: type[Section], section: str = "") -> Iterator[Flag]:
             names=_NAMES.get(dotted, (_PREFIXES.get(section, "") + name,)),
             type=_words(plain, info),
             is_bool=plain is bool,
-            optional=optional,
+            optional=optional and dotted not in _NONE_IS_A_VALUE,
             required=info.is_required(),
             default=None if info.default is PydanticUndefined else info.default,
             meaning=info.description or "",

@@ -107,6 +107,16 @@ class DataSettings(Section):
         default=True, description="Take the rows of each epoch in a new random order."
     )
 
+    @model_validator(mode="after")
+    def _rules(self) -> DataSettings:
+        weights, files = self.train_weights, self.train_file
+        if weights is not None and len(weights) != len(files or []):
+            raise ValueError(
+                f"--train_weights has {len(weights)} number{'s' * (len(weights) != 1)} for "
+                f"{len(files or [])} files of --train_file: give one for each"
+            )
+        return self
+
 
 class BatchSettings(Section):
     """How many rows or tokens a micro-batch and an optimizer step hold."""

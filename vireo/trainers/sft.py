@@ -25,6 +25,7 @@ from vireo.evaluation import accuracy, held_out_loss, policy_answers
 from vireo.hub import local_folder
 from vireo.models.lora import summary
 from vireo.parallel import Parallel
+from vireo.report import trackers
 from vireo.report.console import memory_gb, progress_bar, step_line
 from vireo.report.run_folder import RunFolder
 from vireo.settings import Settings
@@ -34,7 +35,8 @@ from vireo.trainers.setup import find_checkpoint, run_paths, step_size, total_st
 from vireo.trainers.stopping import Stopping
 from vireo.training import checkpoint
 from vireo.training.engine import TrainEngine
-from vireo.training.export import copy_side_files
+from vireo.training.export import copy_side_files, export
+from vireo.training.hub import check_push, push
 from vireo.training.optimizer import schedule
 
 
@@ -45,7 +47,12 @@ def run(settings: Settings, *, vision: bool) -> int:
         settings.fsdp.enable, settings.fsdp.sharding, settings.fsdp.shard_size
     )
     try:
-        return Sft(settings, parallel, vision).run()
+        trackers.choose(settings.run.report_to)
+        if settings.run.push_to_hub and parallel.main:
+            check_push(settings.run.push_to_hub)
+        sft = Sft(settings, parallel, vision)
+        with sft.folder:
+            return sft.run()
     finally:
         parallel.close()
 
@@ -130,6 +137,8 @@ class Sft:
                 "saved; go on with --resume auto"
             )
             return 128 + stopped
+        if settings.run.push_to_hub and parallel.main:
+            self._push(settings.run.push_to_hub)
         skipped = f", {len(self.refused)} rows skipped" if len(self.refused) else ""
         self.folder.say(f"done: {self.step} steps{skipped}, run folder {self.output}")
         return 0
@@ -233,6 +242,7 @@ class Sft:
 
     def _save(self, engine: TrainEngine) -> int:
         started = time.perf_counter()
+        name = self.settings.model.vlm_model_name_or_path
         path = checkpoint.save(
             self.saves,
             engine.policy,
@@ -246,6 +256,7 @@ class Sft:
                 "global_batch": self.size.rows,
                 "skipped": list(self.refused.rows),
                 "adapters": self.adapters,
+                "base_model": None if name == self.model_folder else name,  # a Hub name
                 "settings": self.settings.model_dump(mode="json", by_alias=True),
             },
             self._write_hf,
@@ -255,6 +266,12 @@ class Sft:
             checkpoint.prune(self.saves, self.settings.run.keep_checkpoints)
         self.folder.say(f"saved {path} in {time.perf_counter() - started:.1f} s")
         return self.step
+
+    def _push(self, repo: str) -> None:
+        folder = self.output / "export"
+        if not folder.exists():
+            export(self.saves / f"step-{self.step}", folder, repo=repo)
+        self.folder.say(f"pushed to {push(folder, repo, self.settings.run.hub_private)}")
 
     def _write_hf(self, out: Path) -> None:
         """The small files of the model folder, with the chat template that was trained on."""

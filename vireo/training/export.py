@@ -30,7 +30,7 @@ from vireo.models.lora import (
     short_names,
 )
 from vireo.parallel import alone
-from vireo.training.card import model_card
+from vireo.training.card import model_card, results_at
 from vireo.training.checkpoint import model_tensors, read_state, verify
 
 SHARD_SIZE = "5GB"
@@ -57,6 +57,7 @@ def export(
     merge_lora: bool = False,
     base: str | None = None,
     max_shard_size: str = SHARD_SIZE,
+    repo: str | None = None,
 ) -> Path:
     """Write `out`: weights under their published names, config, processor, template, card.
 
@@ -65,6 +66,7 @@ def export(
     merge_lora: whole weights, base plus adapters, in place of the adapters alone.
     base: the folder or Hub name of the base, where it has moved since the run.
     max_shard_size: largest weight file, as in `save_pretrained`; more than one get an index.
+    repo: Hub name that the folder is meant for, for its card.
     """
     path, out = Path(checkpoint), Path(out)
     if (path / "checkpoints").is_dir():
@@ -99,7 +101,13 @@ def export(
 
     small = [] if adapters is not None and not merge_lora else ["generation_config.json"]
     small += [file.name for file in side_files(None, path / "hf")]
-    card = model_card(progress, family_of(config), merged=merge_lora)
+    card = model_card(
+        progress,
+        family_of(config),
+        merged=merge_lora,
+        results=results_at(path.resolve().parent.parent / "metrics.jsonl", progress["step"]),
+        repo=repo,
+    )
     _write_aside(out, path / "hf", write, small, card)
     _note_image_settings(progress["settings"]["data"])
     return out

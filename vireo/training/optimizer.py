@@ -28,19 +28,24 @@ def adamw(
     `peak` is its highest rate, its `lr` that of the step (see `set_rate`).
     """
     rates = part_lr or {}
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    # By part, not by rate: a resumed run with other rates finds the same groups.
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for name, parameter in named_parameters(policy.hf):
         if parameter.requires_grad:
-            peak = rates.get(part_of(name, policy.family) or "", lr)
-            decay = weight_decay if parameter.dim() > 1 else 0.0
-            groups.setdefault((peak, decay), []).append(parameter)
+            part = part_of(name, policy.family) or ""
+            groups.setdefault((part, parameter.dim() > 1), []).append(parameter)
     if not groups:
         raise InputError("every part of the model is frozen: nothing would be trained")
     on_gpu = any(p.device.type == "cuda" for ps in groups.values() for p in ps)
     return torch.optim.AdamW(
         [
-            {"params": parameters, "lr": peak, "peak": peak, "weight_decay": decay}
-            for (peak, decay), parameters in groups.items()
+            {
+                "params": parameters,
+                "lr": rates.get(part, lr),
+                "peak": rates.get(part, lr),
+                "weight_decay": weight_decay if decays else 0.0,
+            }
+            for (part, decays), parameters in groups.items()
         ],
         betas=betas,
         eps=eps,

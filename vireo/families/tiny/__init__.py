@@ -20,17 +20,18 @@ def build(
     *,
     size: str = "demo",
     seed: int = 0,
-    tie_word_embeddings: bool = True,
+    tie_word_embeddings: bool | None = None,
     vision: dict[str, Any] | None = None,
     **text: Any,
 ) -> Path:
     """Write a tiny checkpoint of `family` to the folder `out` and return the folder.
 
-    size: "demo" (about 1.1 M parameters with a tower) or "test" (about 0.3 M).
+    size: "demo" (1.1 to 1.4 M parameters with a tower) or "test" (0.3 to 0.5 M).
+    tie_word_embeddings: None ties them where the family can.
     vision, text: fields of the vision and text configs that differ from the size's, as in
         `build("qwen2_vl", out, size="test", vision={"depth": 1}, num_hidden_layers=4)`.
     The same arguments give the same bytes. LookupError: no such family; ValueError: no such
-    size; TypeError: no such field.
+    size, or a family that cannot tie its embeddings; TypeError: no such field.
     """
     import torch
     import transformers
@@ -38,8 +39,13 @@ def build(
     entry = get_family(family)
     if size not in TEXT:
         raise ValueError(f"tiny size {size!r} is not known; known sizes: {', '.join(TEXT)}")
-    make = import_module(f"vireo.families.tiny.{family}").make
-    config, processor = make(TEXT[size], text, VISION[size], vision or {})
+    module = import_module(f"vireo.families.tiny.{family}")
+    can_tie = getattr(module, "CAN_TIE", True)
+    if tie_word_embeddings is None:
+        tie_word_embeddings = can_tie
+    elif tie_word_embeddings and not can_tie:
+        raise ValueError(f"{family} cannot tie its embeddings to its head: their sizes differ")
+    config, processor = module.make(TEXT[size], text, VISION[size], vision or {})
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         part.tie_word_embeddings = tie_word_embeddings  # engines read it from either
 
@@ -47,6 +53,8 @@ def build(
         torch.random.default_generator.manual_seed(seed)
         auto_class = getattr(transformers, entry.auto_class)
         model = auto_class.from_config(config, dtype=torch.float32)
+    if finish := getattr(module, "finish", None):
+        finish(model)
 
     tokenizer = getattr(processor, "tokenizer", processor)
     pad = tokenizer.pad_token_id
