@@ -6,13 +6,15 @@ No row is kept, so a file may be larger than the memory.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any, BinaryIO
 
 from vireo.data.rows import CONVERSATION_KEYS
@@ -24,18 +26,23 @@ _CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _OTHER_ENCODINGS = (b"\xff\xfe", b"\xfe\xff", b"\0")
 _SPACE = re.compile(r"[ \t\n\r]*")
+_BAD_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
 _decoder = json.JSONDecoder()
 
 
 class JsonFile:
     """Rows of one file. Picklable; forked processes share the open file, as it is read by place."""
 
-    def __init__(self, path: str):
-        self.path, self.name = path, os.path.basename(path)
+    def __init__(self, path: str, name: str | None = None):
+        self.path, self.name = path, name or os.path.basename(path)
         self._file: BinaryIO | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}
+
+    @property
+    def files(self) -> list[str]:
+        return [self.path]
 
     def scan(self) -> Iterator[tuple[At, Any]]:
         """Each row in order: its place, and its value or the RowError of a line that has none.
@@ -44,17 +51,34 @@ class JsonFile:
         """
         file = self._open()
         file.seek(0)
-        head = file.read(4)
-        if head.startswith(_OTHER_ENCODINGS) or b"\0" in head:
-            raise RowError("encoding", "the text is not UTF-8 but UTF-16 or 32", self.name)
-        start = len(_BOM) if head.startswith(_BOM) else 0
-        file.seek(start)
-        for raw in file:
-            if not raw.isspace():
-                file.seek(start)
-                is_array = raw.lstrip().startswith(b"[")
-                return self._array(file, start) if is_array else self._lines(file, start)
-        raise RowError("no_rows", "the file is empty", self.name)
+        is_array, start = self._find_first(file)
+        return self._array(file, start) if is_array else self._lines(file, start)
+
+    def stream(self, first: int) -> Generator[tuple[At, Callable[[], Any]], None, int]:
+        """Each row from number `first` on: its place, and a call that gives its value.
+
+        Returns the number of rows. The rows before `first` are passed over as lines; only those of
+        an array have to be decoded to see where they end. Raises RowError as `scan` does.
+        """
+        rows = 0
+        try:
+            with self._open_again() as file:
+                is_array, start = self._find_first(file)
+                if is_array:
+                    for at, value in self._array(file, start):
+                        if rows >= first:
+                            yield at, partial(_given, value)
+                        rows += 1
+                else:
+                    for at, raw in self._raw_lines(file, start):
+                        if rows == 0:
+                            self._check_first(raw, file)
+                        if rows >= first:
+                            yield at, partial(decode_text, raw)
+                        rows += 1
+        except _BAD_GZIP as error:
+            raise self._bad_gzip(error) from error
+        return rows
 
     def read(self, at: At) -> Any:
         """The row at a place. Raises RowError when the file has changed and no row is there."""
@@ -66,10 +90,16 @@ class JsonFile:
     def _open(self) -> BinaryIO:
         if self._file is None:
             file = open(self.path, "rb", buffering=_CHUNK)  # noqa: SIM115 (it stays open)
-            packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            self._file = self._unpacked(file) if packed else file
+            self._file = self._unpacked(file) if _is_gzip(file) else file
         return self._file
+
+    def _open_again(self) -> Any:
+        """A handle of its own, read from start to end: what is in gzip stays packed."""
+        file = open(self.path, "rb", buffering=_CHUNK)  # noqa: SIM115 (the caller closes it)
+        if not _is_gzip(file):
+            return file
+        file.close()
+        return io.BufferedReader(gzip.open(self.path), _CHUNK)
 
     def _unpacked(self, packed: BinaryIO) -> Any:
         """A nameless temporary file with what gzip holds: places need one that can be sought."""
@@ -77,32 +107,46 @@ class JsonFile:
         try:
             with packed, gzip.open(packed) as content:
                 shutil.copyfileobj(content, plain, _CHUNK)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            text = f"the gzip file is cut short or damaged: {error}"
-            raise RowError("truncated", text, self.name) from error
+        except _BAD_GZIP as error:
+            raise self._bad_gzip(error) from error
         plain.flush()
         return plain
+
+    def _bad_gzip(self, error: Exception) -> RowError:
+        return RowError("truncated", f"the gzip file is cut short or damaged: {error}", self.name)
+
+    def _find_first(self, file: BinaryIO) -> tuple[bool, int]:
+        """Whether the rows are in one array, and where the text starts; the file is then there."""
+        head = file.read(4)
+        if head.startswith(_OTHER_ENCODINGS) or b"\0" in head:
+            raise RowError("encoding", "the text is not UTF-8 but UTF-16 or 32", self.name)
+        start = len(_BOM) if head.startswith(_BOM) else 0
+        file.seek(start)
+        while chunk := file.read(_CHUNK):
+            if text := chunk.lstrip():
+                file.seek(start)
+                return text.startswith(b"["), start
+        raise RowError("no_rows", "the file is empty", self.name)
 
     # -- one row a line ----------------------------------------------------------------------
 
     def _lines(self, file: BinaryIO, start: int) -> Iterator[tuple[At, Any]]:
+        for at, raw in self._raw_lines(file, start):
+            if at[2] == 0:
+                self._check_first(raw, file)
+            yield at, _decoded(raw)
+
+    def _raw_lines(self, file: BinaryIO, start: int) -> Iterator[tuple[At, bytes]]:
         row = 0
         for line, raw in enumerate(file, 1):
             if not raw.isspace():
-                value: Any
-                try:
-                    value = decode_text(raw)
-                except RowError as error:
-                    value = error
-                if row == 0:
-                    self._check_first(value, raw, file)
-                yield (start, len(raw), row, line), value
+                yield (start, len(raw), row, line), raw
                 row += 1
             start += len(raw)
 
-    def _check_first(self, value: Any, raw: bytes, file: BinaryIO) -> None:
+    def _check_first(self, raw: bytes, file: BinaryIO) -> None:
         """Refuse a file that is one JSON value but no list, such as `{"data": [...]}`."""
-        at = file.tell()
+        value, at = _decoded(raw), file.tell()
         if isinstance(value, RowError):
             rest = file.read(64 * _CHUNK) if value.reason == "json" else b""
             file.seek(at)
@@ -218,6 +262,18 @@ class _Window:
 # -- JSON text -----------------------------------------------------------------------------------
 
 
+def _given(value: Any) -> Any:
+    return value
+
+
+def _decoded(raw: bytes) -> Any:
+    """The value of a line, or the RowError of one that has none."""
+    try:
+        return decode_text(raw)
+    except RowError as error:
+        return error
+
+
 def decode_text(raw: bytes) -> Any:
     """The value of one JSON text in UTF-8. Raises RowError `encoding` or `json`."""
     try:
@@ -269,6 +325,12 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twin = next(key for key in keys if keys.count(key) > 1)
         raise RowError("json", f"the key {twin[:80]!r} stands twice in one object")
     return found
+
+
+def _is_gzip(file: BinaryIO) -> bool:
+    packed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    return packed
 
 
 def _is_blank(file: BinaryIO) -> bool:

@@ -8,7 +8,8 @@ import os
 import re
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, overload
 
@@ -28,12 +29,23 @@ _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.I
 _log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class Streamed(Protocol):
+    """Rows of a container from number `first` on, each to be called for its value.
+
+    `stream` returns how many rows there are in all. `files`: the paths that are read.
+    """
+
+    @property
+    def files(self) -> list[str]: ...
+    def stream(self, first: int) -> Generator[tuple[At, Callable[[], Any]], None, int]: ...
+    def place(self, at: At) -> tuple[str, int, int | None]: ...
+
+
+class Source(Streamed, Protocol):
     """Rows of a container, found again by four numbers."""
 
     def scan(self) -> Iterator[tuple[At, Any]]: ...
     def read(self, at: At) -> Any: ...
-    def place(self, at: At) -> tuple[str, int, int | None]: ...
 
 
 class Rows(Sequence[Conversation]):
@@ -68,14 +80,21 @@ class Rows(Sequence[Conversation]):
             return [self[k] for k in range(*i.indices(len(self)))]
         first, second, third, fourth = self._places[operator.index(i)].tolist()
         at = first, second, third, fourth
-        row = None
-        try:
-            row = self._source.read(at)
-            if isinstance(row, RowError):
-                raise row
-            return parse_row(row, self._root, row_place(*self._source.place(at), row))
-        except RowError as error:
-            raise error.at(row_place(*self._source.place(at), row)) from error
+        return conversation(self._source, self._root, at, partial(self._source.read, at))
+
+
+def conversation(
+    source: Streamed, root: str | None, at: At, read: Callable[[], Any]
+) -> Conversation:
+    """The row that `read` gives, parsed. Raises RowError with the row's place."""
+    row = None
+    try:
+        row = read()
+        if isinstance(row, RowError):
+            raise row
+        return parse_row(row, root, row_place(*source.place(at), row))
+    except RowError as error:
+        raise error.at(row_place(*source.place(at), row)) from error
 
 
 def open_rows(
@@ -84,6 +103,7 @@ def open_rows(
     image_root: str | Path | None = None,
     on_bad_row: Literal["error", "skip"] = "error",
     progress: bool = False,
+    name: str | None = None,
 ) -> Rows:
     """Open a data file and check the structure, roles, counts and image paths of all its rows.
 
@@ -95,15 +115,13 @@ def open_rows(
     on_bad_row: `error` raises RowError at the first bad row; `skip` leaves it out. Rows with
         nothing to learn (no assistant turn, or an empty one) are always left out, with a warning.
     progress: show a bar on stderr when it takes longer than two seconds.
+    name: how messages call the file. Default: its name without folders.
 
     Raises InputError for a path that is no data, RowError for bad rows and unreadable files.
     """
     if on_bad_row not in ("error", "skip"):
         raise InputError(f"on_bad_row is {on_bad_row!r}, expected 'error' or 'skip'")
-    source, folder = _open_source(os.fspath(path))
-    root = folder if image_root is None else os.path.abspath(image_root)
-    if image_root is not None and not os.path.isdir(image_root):
-        raise InputError(f"image_root {os.fspath(image_root)!r} is not a folder")
+    source, root = open_source(os.fspath(path), image_root, name)
     places = array("q")
     skipped: list[RowError] = []
     for at, row in tqdm(
@@ -141,13 +159,21 @@ def _report(rows: Rows, path: str) -> None:
 # -- which container -----------------------------------------------------------------------------
 
 
-def _open_source(path: str) -> tuple[Source, str | None]:
-    """The container at a path, and the folder that its image paths start from."""
+def open_source(
+    path: str, image_root: str | Path | None, name: str | None = None
+) -> tuple[Source, str | None]:
+    """The container at a path, and the folder that its image paths start from.
+
+    Raises InputError as `open_rows`.
+    """
+    if image_root is not None and not os.path.isdir(image_root):
+        raise InputError(f"image_root {os.fspath(image_root)!r} is not a folder")
+    root = None if image_root is None else os.path.abspath(image_root)
+    if is_hub_name(path):
+        return _load_from_hub(path), root
     if os.path.isdir(path):
-        return _open_folder(path), os.path.abspath(path)
+        return _open_folder(path, name), root or os.path.abspath(path)
     if not os.path.exists(path):
-        if _HUB_NAME.fullmatch(path) and not _DATA_FILE.search(path):
-            return _load_from_hub(path), None
         raise InputError(f"data file {path!r} is not found")
     if not os.path.isfile(path):
         raise InputError(f"data file {path!r} is not a regular file")
@@ -156,40 +182,51 @@ def _open_source(path: str) -> tuple[Source, str | None]:
             head = file.read(8)
     except OSError as error:
         raise InputError(f"data file {path!r} cannot be opened: {error.strerror}") from error
-    folder = os.path.dirname(os.path.abspath(path))
+    path = os.path.abspath(path)
+    root = root or os.path.dirname(path)
     if head.startswith(b"PAR1"):
-        return _parquet([os.path.abspath(path)]), folder
-    return JsonFile(os.path.abspath(path)), folder
+        return _parquet([path], [name or os.path.basename(path)]), root
+    return JsonFile(path, name), root
 
 
-def _open_folder(path: str) -> Source:
+def is_hub_name(path: str) -> bool:
+    """Whether it is no path here but looks like a hub name, `org/name`."""
+    return (
+        not os.path.exists(path)
+        and _HUB_NAME.fullmatch(path) is not None
+        and _DATA_FILE.search(path) is None
+    )
+
+
+def _open_folder(path: str, name: str | None) -> Source:
     names = sorted(os.listdir(path))
     if "state.json" in names and "dataset_info.json" in names:
-        return _load_saved(path)
+        return _load_saved(path, name)
     if "dataset_dict.json" in names:
         raise InputError(
             f"{path!r} holds several splits: give the folder of one, such as "
             f"{os.path.join(path, 'train')!r}"
         )
-    files = [name for name in names if name.endswith(".parquet")]
+    files = [file for file in names if file.endswith(".parquet")]
     if not files:
         raise InputError(f"{path!r} is a folder with neither parquet files nor a saved data set")
-    splits = {found[1].lower() for name in files if (found := _SPLIT.match(name))}
+    splits = {found[1].lower() for file in files if (found := _SPLIT.match(file))}
     if len(splits) > 1:
         raise InputError(
             f"{path!r} holds the splits {', '.join(sorted(splits))}: give one file, or a folder "
             "with the files of one split"
         )
-    return _parquet([os.path.abspath(os.path.join(path, name)) for name in files])
+    paths = [os.path.abspath(os.path.join(path, file)) for file in files]
+    return _parquet(paths, [f"{name}/{file}" if name else file for file in files])
 
 
-def _parquet(paths: list[str]) -> Source:
+def _parquet(paths: list[str], names: list[str]) -> Source:
     from vireo.data.arrow_file import ParquetFiles
 
-    return ParquetFiles(paths)
+    return ParquetFiles(paths, names)
 
 
-def _load_saved(path: str) -> Source:
+def _load_saved(path: str, name: str | None) -> Source:
     import datasets
 
     from vireo.data.arrow_file import SavedDataset
@@ -199,19 +236,23 @@ def _load_saved(path: str) -> Source:
     except Exception as error:  # the library raises all kinds for a damaged folder
         text = f"the saved data set cannot be read: {type(error).__name__}: {str(error)[:300]}"
         raise RowError("truncated", text, path) from error
-    return SavedDataset(found, os.path.basename(os.path.abspath(path)))
+    return SavedDataset(found, name or os.path.basename(os.path.abspath(path)))
 
 
 def _load_from_hub(name: str) -> Source:
-    import datasets
-
     from vireo.data.arrow_file import SavedDataset
 
+    return SavedDataset(load_hub_rows(name), name)
+
+
+def load_hub_rows(name: str, **options: Any) -> Any:
+    """The split `train` of a hub's data set, by `datasets.load_dataset`. Raises InputError."""
+    import datasets
+
     try:
-        found = datasets.load_dataset(name, split="train")
+        return datasets.load_dataset(name, split="train", **options)
     except Exception as error:  # no network, no such name, no such split, several configurations
         raise InputError(
             f"{name!r} is no file here, and the hub's data set of that name cannot be loaded "
             f"(offline, or no split 'train'?): {type(error).__name__}: {str(error)[:300]}"
         ) from error
-    return SavedDataset(found, name)

@@ -51,7 +51,8 @@ class DataSettings(Section):
     train_weights: Numbers | None = Field(
         default=None,
         description="How often an epoch has the rows of each train_file: 2 is twice, 0.5 is half "
-        "of them, another half in the next epoch. Default: 1 each.",
+        "of them, another half in the next epoch. When streaming, the ratio in which the files "
+        "take turns. Default: 1 each; streams one after the other.",
     )
     streaming: bool = Field(
         default=False,

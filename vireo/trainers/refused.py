@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vireo.data.render import Renderer
+from vireo.data.rows import NOTHING_TO_LEARN
 from vireo.errors import RowError
 from vireo.parallel import Parallel
 
@@ -32,8 +33,10 @@ class Refused:
         if not self.parallel.max([len(errors)])[0]:
             return
         everywhere = [error for part in self.parallel.gather(errors) for error in part]
-        if self.on_bad_row == "error":
-            raise everywhere[0]
+        # A stream meets rows with nothing to learn here; they are never an error.
+        wrong = [error for error in everywhere if error.reason not in NOTHING_TO_LEARN]
+        if wrong and self.on_bad_row == "error":
+            raise wrong[0]
         for text in map(str, everywhere):
             if text not in self.rows:  # each epoch and each evaluation meets it again
                 self.rows[text] = None

@@ -17,9 +17,11 @@ import torch
 from vireo import parallel as parallel_module
 from vireo.data.conversation import Conversation, read_rows
 from vireo.data.loader import Plan, StepLoader, StepRows
+from vireo.data.mixture import open_mixture
 from vireo.data.packing import by_kind, by_rows, by_tokens
 from vireo.data.ragged import Batch
 from vireo.data.render import Renderer
+from vireo.data.stream import open_stream
 from vireo.errors import InputError, RowError
 from vireo.evaluation import accuracy, held_out_loss, policy_answers
 from vireo.hub import local_folder
@@ -38,6 +40,8 @@ from vireo.training.engine import TrainEngine
 from vireo.training.export import copy_side_files, export
 from vireo.training.hub import check_push, push
 from vireo.training.optimizer import schedule
+
+MANY = 100_000  # rows of a stream, all refused, after which no good one is waited for
 
 
 def run(settings: Settings, *, vision: bool) -> int:
@@ -91,8 +95,16 @@ class Sft:
             raise InputError(f"{self.family.name} rows cannot be packed: set --packing false")
         if data.train_file is None:
             raise InputError("--train_file is missing")
-        self.rows = self._read(data.train_file[0])
-        self.eval_rows = self._read(data.eval_file) if data.eval_file else []
+        self.rows = self._train_rows(data.train_file)
+        self.eval_rows: Any = []
+        if data.eval_file:
+            self.eval_rows = read_rows(
+                data.eval_file,
+                image_root=data.image_root,
+                on_bad_row=data.on_bad_row,
+                progress=parallel.main,
+            )
+            self._check_same(data.eval_file, self.eval_rows)
         self.output, self.saves = run_paths(settings, parallel)
         self.start_from = find_checkpoint(settings, self.saves, parallel)
         done = checkpoint.read_progress(self.start_from) if self.start_from else {}
@@ -103,14 +115,12 @@ class Sft:
                 "--output_dir, or go on with --resume auto"
             )
         self.size, notice = step_size(settings.batch, parallel.world, done.get("global_batch"))
+        self.plan = self._plan()
         self._check_data_unchanged(done)
         self.folder = RunFolder(self.output, settings, parallel.main, done.get("step"))
         self.notices = [notice] if notice else []
         if not settings.lora.r and not settings.lora.adapter and settings.lora.model_fields_set:
             self.notices.append("--lora_r is 0: the other lora settings have no effect")
-        self.plan = Plan(
-            len(self.rows), self.size.rows, self.size.chunk, settings.run.seed, data.shuffle
-        )
         self.steps = total_steps(settings.optim, self.plan.steps_per_epoch)
         known = [*done.get("skipped", []), *map(str, self.rows.skipped)]
         self.refused = Refused(parallel, data.on_bad_row, known, self.folder.say)
@@ -160,10 +170,10 @@ class Sft:
             result = engine.step(self._micro_batches(item), share)
             self.step, self.position = self.step + 1, item.position
             good += result.rows
-            if good == 0 and self.position - start >= self.plan.rows:
+            if good == 0 and self.position - start >= min(self.plan.rows, MANY):
                 raise InputError(
-                    f"{settings.data.train_file}: every row was refused; the first: "
-                    f"{self.refused.first}"
+                    f"--train_file {','.join(settings.data.train_file or ())}: every row was "
+                    f"refused; the first: {self.refused.first}"
                 )
             now = time.perf_counter()
             seconds, clock = now - clock, now
@@ -172,7 +182,7 @@ class Sft:
                 "loss": result.loss if result.rows else None,  # every row of it was refused
                 "lr": optim.lr * share,
                 "grad_norm": result.grad_norm,
-                "epoch": self.position / self.plan.rows,
+                "epoch": None if settings.data.streaming else self.position / self.plan.rows,
                 "rows": result.rows,
                 "tokens": result.tokens,
                 "supervised_tokens": result.supervised,
@@ -293,22 +303,49 @@ class Sft:
 
     # -- data --------------------------------------------------------------------------------
 
-    def _read(self, file: str) -> Any:
-        data = self.settings.data
-        rows = read_rows(
-            file,
-            image_root=data.image_root,
-            on_bad_row=data.on_bad_row,
-            progress=self.parallel.main,
-        )
-        seen = self.parallel.gather((len(rows), rows.digest))
+    def _train_rows(self, files: list[str]) -> Any:
+        """The rows to train on: all looked at now, or a stream of them."""
+        settings, data = self.settings, self.settings.data
+        if not data.streaming:
+            rows: Any = open_mixture(
+                files,
+                data.train_weights,
+                image_root=data.image_root,
+                on_bad_row=data.on_bad_row,
+                progress=self.parallel.main,
+            )
+        elif settings.optim.max_steps is None or settings.optim.num_epochs is not None:
+            raise InputError("--streaming needs --max_steps, not --num_epochs: it has no epochs")
+        elif data.validate_rows == "full":
+            raise InputError("--streaming and --validate full exclude each other; leave one out")
+        else:
+            rows = open_stream(
+                files,
+                data.train_weights,
+                image_root=data.image_root,
+                seed=settings.run.seed,
+                shuffle=data.shuffle,
+                buffer=data.shuffle_buffer,
+                on_bad_row=data.on_bad_row,
+            )
+        self._check_same(",".join(files), rows)
+        return rows
+
+    def _check_same(self, file: str, rows: Any) -> None:
+        seen = self.parallel.gather(rows.digest)
         for rank, other in enumerate(seen):
             if other != seen[0]:
                 raise InputError(
-                    f"{file}: rank {rank} sees {other[0]} rows, rank 0 sees {seen[0][0]}, or other "
-                    "ones: every rank must read the same file"
+                    f"{file}: rank {rank} sees other rows than rank 0: every rank must read the "
+                    "same file"
                 )
-        return rows
+
+    def _plan(self) -> Plan:
+        data, size = self.settings.data, self.size
+        if data.streaming:
+            return Plan.endless(size.rows, size.chunk)
+        seed = self.settings.run.seed
+        return Plan.mixed(self.rows.files, size.rows, size.chunk, seed, data.shuffle)
 
     def _readable(self, count: int) -> list[Conversation]:
         """The first `count` evaluation rows whose prompts rank 0 can make, on every rank."""
@@ -327,7 +364,7 @@ class Sft:
             return
         before = done["settings"]
         for what, old, new in (
-            ("rows", done["rows"], len(self.rows)),
+            ("rows", done["rows"], self.plan.rows),
             ("rows, by checksum", done["digest"], self.rows.digest),
             ("--seed", before["run"]["seed"], self.settings.run.seed),
             ("--shuffle", before["data"]["shuffle"], self.settings.data.shuffle),
@@ -349,10 +386,10 @@ class Sft:
             f"{self.parallel.world} rank(s) on {self.parallel.device.type}; "
             f"rows {'packed' if self.packing else 'padded'}"
         )
-        say(
-            f"{len(self.rows)} rows ({len(self.rows.skipped)} skipped at start), "
-            f"{self.size.rows} rows a step, {self.steps} steps"
-        )
+        rows = "rows as they come"
+        if not self.settings.data.streaming:
+            rows = f"{self.plan.rows} rows an epoch ({len(self.rows.skipped)} skipped at start)"
+        say(f"{rows}, {self.size.rows} rows a step, {self.steps} steps")
         if self.adapters is not None:
             modules = self.adapters["modules"]
             say(f"adapters of rank {self.adapters['r']} on {len(modules)} linear modules:")
