@@ -51,6 +51,6 @@ class Refused:
                     renderer.example(rows[i])
                 except RowError as error:
                     errors.append(error)
-                    if self.on_bad_row == "error":
+                    if self.on_bad_row == "error" and error.reason not in NOTHING_TO_LEARN:
                         break
         self.share(errors)
