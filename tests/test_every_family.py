@@ -148,6 +148,13 @@ def test_an_export_computes_in_plain_transformers_what_training_computed(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_follows_float32(exported: Path, name: str) -> None:
+    more = ("--max_steps=3", "--fsdp_mp_dtype=bf16", "--per_device_train_batch_size=1")
+    run = train(exported, name, "bf16", *more)
+    assert losses(run) == pytest.approx(losses(exported / name / "whole"), abs=0.1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_resumed_run_is_the_unbroken_one(exported: Path, name: str) -> None:
     train(exported, name, "parted", "--max_steps=1")
     parted = train(exported, name, "parted", "--max_steps=3", "--resume=auto")

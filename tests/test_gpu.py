@@ -15,7 +15,12 @@ import torch
 
 from tests.launch import ROOT, environment, torchrun
 from tests.rows import losses, write_rows
+from vireo.families import FAMILIES
 from vireo.families.tiny import build
+from vireo.settings import load_settings
+from vireo.trainers import registry
+from vireo.training.checkpoint import checkpoints
+from vireo.training.export import export
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,3 +102,32 @@ def test_bfloat16_follows_float32(base: Path, on_cpu: Path) -> None:
         assert losses(base / f"bf16-{name}") == pytest.approx(losses(on_cpu), abs=0.08), name
         record = json.loads((base / f"bf16-{name}" / "metrics.jsonl").read_text().splitlines()[0])
         assert record["memory_gb"] < 2  # the allocator's peak, not the process's
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_and_its_adapters_follow_float32(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    build(name, tmp_path / "model", size="test")
+    write_rows(tmp_path / "data", [1, 0, 2, 1] if family.has_vision else [0] * 4)
+    found = {}
+    for precision in ("fp32", "bf16"):
+        for adapters in (0, 4):
+            out = tmp_path / f"{precision}-{adapters}"
+            settings = load_settings(
+                [
+                    f"--trainer={'fsdp_vlm' if family.has_vision else 'fsdp'}",
+                    f"--vlm_model_name_or_path={tmp_path / 'model'}",
+                    f"--train_file={tmp_path / 'data' / 'rows.json'}",
+                    *("--per_device_train_batch_size=4", "--max_steps=4", "--num_workers=0"),
+                    *("--lr=3e-3", f"--output_dir={out}", f"--fsdp_mp_dtype={precision}"),
+                    *("--report_to=none", f"--lora_r={adapters}", "--freeze_vision=false"),
+                ]
+            )
+            assert registry.find(settings.trainer)(settings) == 0
+            found[precision, adapters] = losses(out)
+            last = checkpoints(out / "checkpoints")[-1]
+            export(last, out / "export", merge_lora=adapters > 0)
+    for adapters in (0, 4):
+        exact = found["fp32", adapters]
+        assert exact[-1] < exact[0]
+        assert found["bf16", adapters] == pytest.approx(exact, abs=0.1)

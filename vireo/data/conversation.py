@@ -42,7 +42,11 @@ class Image:
 class Turn:
     role: Role
     parts: tuple[Text | Image, ...]
-    tool_calls: tuple[dict, ...] = ()  # as the file has them, passed to the chat template
+    tool_calls: tuple[dict, ...] = ()  # their arguments are objects, unless they are free text
+    # What the chat template gets besides, where the row has it.
+    reasoning_content: str | None = None  # an assistant's thoughts before its text
+    name: str | None = None
+    tool_call_id: str | None = None
 
     @property
     def text(self) -> str:

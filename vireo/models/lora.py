@@ -277,4 +277,4 @@ def merge_adapters(hf: nn.Module, adapters: dict[str, Tensor], scale: float) -> 
         b = adapters[name.replace(".lora_A.", ".lora_B.")]
         module = name.partition(".lora_A.")[0]
         weight = weights[f"{module}.weight"]
-        weight += (scale * (b.float() @ a.float())).to(weight.dtype)
+        weight.add_((scale * (b.float() @ a.float())).to(weight.dtype))

@@ -27,7 +27,7 @@ class Policy(nn.Module):
         self.dummy = dummy  # one smallest image, for micro-batches without images
         self._nothing: Tensor | None = None
         if dummy is not None:
-            hf.get_input_embeddings().register_forward_hook(self._add_nothing)
+            self.hf.get_input_embeddings().register_forward_hook(self._add_nothing)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """log p of every supervised token, float32 [N], in reading order of `labels`.

@@ -88,9 +88,8 @@ class Sft:
                 f"{self.model_folder} is a {'text' if vision else 'vision-language'} model "
                 f"({self.family.name}): use --trainer {'fsdp' if vision else 'fsdp_vlm'}"
             )
-        self.packing = settings.batch.packing
-        if self.packing is None:
-            self.packing = self.family.can_pack
+        packing = settings.batch.packing
+        self.packing = self.family.can_pack if packing is None else packing
         if self.packing and not self.family.can_pack:
             raise InputError(f"{self.family.name} rows cannot be packed: set --packing false")
         if data.train_file is None:

@@ -61,6 +61,12 @@ class TrainEngine:
         self.empty, self.empty_images = empty, empty_images
         self.packing, self.pad_id = packing, pad_id
         self.clip_grad_norm, self.autocast = clip_grad_norm, autocast
+        if empty_images is not None:
+            # FSDP makes a layer's parameters in its first forward, and the first backward without
+            # reduction wants those of all layers: also of the tower, which text does not run.
+            with torch.no_grad():
+                self.forward(empty_images)
+            self.reshard()
 
     def step(self, micro_batches: Sequence[Batch], rate: float) -> StepResult:
         """Forward and backward of this rank's micro-batches, then one optimizer step.
@@ -93,12 +99,12 @@ class TrainEngine:
         self.optimizer.zero_grad()
         return StepResult(loss, norm, int(rows), int(tokens), int(supervised), int(images))
 
-    def in_step(self, micro_batches: Sequence[Batch]) -> list[tuple[Batch, bool]]:
-        """(micro-batch, whether it counts) in the order that all ranks run; collective.
+    def in_step(self, micro_batches: Sequence[Batch]) -> list[tuple[Batch, bool, bool]]:
+        """(micro-batch, whether it counts, whether to reduce) in the order of all ranks; collective.
 
-        Ranks with fewer run empty ones at the end. Where a family cannot mix them, micro-batches of
-        text rows go first: the last one then runs every layer that any of the step has run, and
-        FSDP reduces the gradients of those that the last one runs.
+        Ranks with fewer run empty ones. Where a family cannot mix them, text rows go before image
+        rows, and gradients are reduced after each kind: FSDP wants all parameters that it reduces
+        at once to have had their gradients in the same micro-batches.
         """
         kinds = [(list(micro_batches), self.empty)]
         if self.empty_images is not None:
@@ -108,20 +114,18 @@ class TrainEngine:
         counts = self.parallel.max([len(mine) for mine, _ in kinds])
         order = []
         for (mine, empty), count in zip(kinds, counts):
-            order += [(batch, True) for batch in mine]
-            order += [(empty, False)] * (int(count) - len(mine))
+            run = [(batch, True) for batch in mine] + [(empty, False)] * (int(count) - len(mine))
+            order += [(batch, counts, i == len(run) - 1) for i, (batch, counts) in enumerate(run)]
         return order
 
     def accumulate(self, micro_batches: Sequence[Batch], weight: float) -> float:
         """Gradients of a step's micro-batches; the sum of this rank's token losses. Collective."""
         total = torch.zeros((), device=self.parallel.device)
         scale = 1.0 / max(weight, 1e-12)  # gradients are summed over ranks (see models.build)
-        order = self.in_step(micro_batches)
-        for i, (batch, counts) in enumerate(order):
-            last = i == len(order) - 1
+        for batch, counts, reduce in self.in_step(micro_batches):
             if isinstance(self.policy, FSDPModule):
-                self.policy.set_requires_gradient_sync(last)
-                self.policy.set_is_last_backward(last)
+                self.policy.set_requires_gradient_sync(reduce)
+                self.policy.set_is_last_backward(reduce)
             logprobs, weights = self.forward(batch)
             loss = -(logprobs * weights).sum()
             if not counts:
@@ -146,7 +150,7 @@ class TrainEngine:
         """(sum of weighted token losses, sum of weights) over all ranks, without gradients."""
         self.policy.eval()
         total = weight = 0.0
-        for batch, counts in self.in_step(micro_batches):
+        for batch, counts, _ in self.in_step(micro_batches):
             logprobs, weights = self.forward(batch)
             if counts:
                 total -= float((logprobs * weights).sum())

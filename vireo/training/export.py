@@ -83,7 +83,8 @@ def export(
         raise InputError(f"{out} is not empty; export into a new folder")
     config = AutoConfig.from_pretrained(path / "hf")
     kind = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(dtype)
-    if adapters is not None and not merge_lora:
+    alone = adapters is not None and not merge_lora
+    if alone:
 
         def write(folder: Path) -> None:
             _write_adapters(path, folder, config, adapters, kind or torch.float32)
@@ -99,7 +100,7 @@ def export(
             set_dtype(hf.config, kind)
             hf.save_pretrained(folder, max_shard_size=max_shard_size)
 
-    small = [] if adapters is not None and not merge_lora else ["generation_config.json"]
+    small = [] if alone else ["generation_config.json"]
     small += [file.name for file in side_files(None, path / "hf")]
     card = model_card(
         progress,
@@ -145,7 +146,7 @@ def _whole(path: Path, config: Any) -> Any:
     return policy.hf
 
 
-def _merged(path: Path, config: Any, adapters: dict[str, Any], base: str | None) -> Any:
+def _merged(path: Path, config: Any, adapters: Any, base: str | None) -> Any:
     """Base plus adapters; the base is read again, so its weights are as exact as its files."""
     folder = local_folder(base or adapters["base"])
     if fingerprint(folder) != adapters["fingerprint"]:
@@ -170,7 +171,7 @@ def _read_adapters(path: Path) -> dict[str, Tensor]:
 
 
 def _write_adapters(
-    path: Path, folder: Path, config: Any, adapters: dict[str, Any], kind: torch.dtype
+    path: Path, folder: Path, config: Any, adapters: Any, kind: torch.dtype
 ) -> None:
     weights = {published_name(n): v.to(kind).contiguous() for n, v in _read_adapters(path).items()}
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
