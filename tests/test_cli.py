@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch import environment
 from vireo import __version__, cli, train, train_async
 from vireo.errors import InputError, RowError, VireoError
 from vireo.main import run_main
@@ -108,6 +109,15 @@ def test_data(module):
     calls = module("vireo.data.synthetic", "write_digits")
     assert cli.main(["data", "digits", "out"]) == 0
     assert calls == [(("out",), {})]
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback():
+    command = f"{sys.executable} -m vireo settings | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", command], env=environment(), cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("flag")
+    assert done.stderr == ""
 
 
 def test_export(module):

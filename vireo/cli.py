@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _hint(name: str, names: list[str]) -> str:
-    from vireo.settings.nearest import nearest
+    from vireo.nearest import nearest
 
     near = nearest(name, names)
     return f"; did you mean {near}?" if near else f"; there are {', '.join(names)}"
@@ -83,7 +83,7 @@ def _tiny(argv: list[str]) -> None:
     parser = _Parser("tiny")
     parser.add_argument("family", help="model family")
     parser.add_argument("out", help="folder to write")
-    parser.add_argument("--size", choices=("demo", "test"), help="1.1 M or 0.3 M parameters")
+    parser.add_argument("--size", choices=("demo", "test"), help="demo can learn; test is quicker")
     parser.add_argument("--seed", type=int, help="seed of the random weights")
     given = parser.read(argv)
     from vireo.families.tiny import build
@@ -168,7 +168,7 @@ def _export(argv: list[str]) -> None:
     if repo:
         check_push(repo)
     options = _without(given, "ckpt", "out", "push_to_hub", "public")
-    export(given["ckpt"], given["out"], repo=repo, **options)
+    export(given["ckpt"], given["out"], **options, **({"repo": repo} if repo else {}))
     print(f"wrote {given['out']}")
     if repo:
         print(f"pushed to {push(given['out'], repo, private=not public)}")

@@ -34,3 +34,8 @@ class RowError(InputError):
     def at(self, where: str) -> RowError:
         """The same error with its place in the data, unless it has one already."""
         return self if self.where else RowError(self.reason, self.message, where)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's own words, for a message of one line."""
+    return (str(error).strip() or repr(error)).splitlines()[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vireo.errors import InputError
+from vireo.errors import InputError, first_line
 
 _WANTED = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 
@@ -20,7 +20,7 @@ def local_folder(name: str) -> str:
     try:
         return snapshot_download(name, allow_patterns=_WANTED)
     except Exception as error:  # offline, unknown, gated: the hub's own words say which
-        first = (str(error).strip() or repr(error)).splitlines()[0]
         raise InputError(
-            f"{name} is neither a folder here nor a model that could be downloaded: {first}"
+            f"{name} is neither a folder here nor a model that could be downloaded: "
+            f"{first_line(error)}"
         ) from error

@@ -26,6 +26,9 @@ def run_main(fn: Callable[[], object], *, debug: bool = False) -> int:
         who = "" if rank == "0" else f"rank {rank}: "
         sys.stderr.write(f"{who}error: {' '.join(str(error).split())}\n")  # in one piece
         return error.exit_code
+    except BrokenPipeError:  # `vireo settings | head`: nobody reads the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

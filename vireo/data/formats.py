@@ -13,6 +13,8 @@ SUPPORTED = (
     *("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000"),
     *("PNG", "PPM", "QOI", "TIFF", "WEBP"),
 )
+# Those of which it accepts a file that is cut behind the pixels of its first frame, or even in it.
+CUT_UNNOTICED = ("GIF", "ICO", "JPEG2000", "MPO", "PNG", "QOI", "TIFF")
 
 _MAGIC = {
     b"\x89PNG": "PNG",
@@ -26,6 +28,8 @@ _MAGIC = {
     b"\0\0\0\x0cjP": "JPEG2000",
     b"\xff\x4f\xff\x51": "JPEG2000",
     b"qoif": "QOI",
+    b"PF\n": "PFM",
+    b"P7\n": "PAM",
     b"%PDF": "PDF",
     b"%!PS": "EPS",
     b"\xc5\xd0\xd3\xc6": "EPS",
@@ -104,48 +108,119 @@ def png_chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
 
 
 def ends_early(stream: BinaryIO, name: str | None) -> bool:
-    """Whether the container says that more bytes should follow than there are.
-
-    For the formats of which Pillow accepts a file cut after the pixels of its first frame, or does
-    not tell "cut short" from "damaged".
-    """
+    """Whether the container says that more bytes should follow than there are."""
+    stream.seek(0)
     if name == "PNG":
-        stream.seek(0)
-        if stream.read(8) != b"\x89PNG\r\n\x1a\n":
+        signature = b"\x89PNG\r\n\x1a\n"
+        if not signature.startswith(stream.read(8)):
             return False  # damaged from its first bytes on
         return all(kind != b"IEND" for kind, _, _ in png_chunks(stream))
-    if name == "GIF":
-        return _gif_ends_early(stream)
-    size = stream.seek(0, 2)
-    stream.seek(0)
-    if name == "WEBP":
-        return int.from_bytes(stream.read(8)[4:], "little") + 8 > size
-    if name == "AVIF":
-        at = 0
-        while at < size:
-            stream.seek(at)
-            length, _ = struct.unpack(">I4s", stream.read(8).ljust(8, b"\0"))
-            if length == 1:  # a 64-bit length follows
-                length = int.from_bytes(stream.read(8), "big")
-            if length == 0:  # to the end of the file
-                return False
-            if length < 8:
-                return at + 8 > size
-            at += length
-        return at > size
-    if name == "TIFF":  # its first table may lie anywhere, usually at the end
-        head = stream.read(16).ljust(16, b"\0")
-        order: Literal["little", "big"] = "little" if head[:1] == b"I" else "big"
-        start = head[8:16] if b"+" in head[:4] else head[4:8]
-        return int.from_bytes(start, order) >= size
     if name in ("JPEG", "JPEG2000"):
         return b"\xff\xd9" not in stream.read()  # end of image, end of codestream
+    if name == "QOI":
+        return bytes(7) + b"\1" not in stream.read()
+    check = _ENDS.get(name or "")
+    size = stream.seek(0, 2)
+    stream.seek(0)
+    return check is not None and check(stream, size)
+
+
+def _webp_ends_early(stream: BinaryIO, size: int) -> bool:
+    stream.seek(4)
+    return int.from_bytes(stream.read(4), "little") + 8 > size
+
+
+def _avif_ends_early(stream: BinaryIO, size: int) -> bool:
+    at = 0
+    while at + 8 <= size:
+        stream.seek(at)
+        length, _ = struct.unpack(">I4s", stream.read(8))
+        if length == 1:  # a 64-bit length follows
+            length = int.from_bytes(stream.read(8), "big")
+        if length < 8:  # 0: to the end of the file
+            return False
+        at += length
+    return at != size
+
+
+def _ico_ends_early(stream: BinaryIO, size: int) -> bool:
+    stream.seek(4)
+    count = int.from_bytes(stream.read(2), "little")
+    table = stream.read(16 * count)
+    if len(table) < 16 * count:
+        return True
+    places = [struct.unpack_from("<II", table, 16 * i + 8) for i in range(count)]
+    return any(length + start > size for length, start in places)
+
+
+def _tiff_ends_early(stream: BinaryIO, size: int) -> bool:
+    for table in _tables(stream, 0, size):
+        if table is None:
+            return True
+        for starts, lengths in ((273, 279), (324, 325)):  # strips, tiles
+            places = zip(table.get(starts, ()), table.get(lengths, ()))
+            if any(start + length > size for start, length in places):
+                return True
     return False
 
 
-def _gif_ends_early(stream: BinaryIO) -> bool:
+def _mpo_ends_early(stream: BinaryIO, size: int) -> bool:
+    """By the index of its pictures, which is a TIFF's table; places count from there."""
+    base = stream.read(1 << 16).find(b"MPF\0") + 4
+    table = next(_tables(stream, base, size), None) or {}
+    words = table.get(0xB002, [])  # 4 a picture: flags, size, place, two numbers
+    return any(base + start + length > size for length, start in zip(words[1::4], words[2::4]))
+
+
+_SIZES = {3: 2, 4: 4, 5: 8, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
+_WANTED = (273, 279, 324, 325, 0xB002)
+
+
+def _tables(stream: BinaryIO, base: int, size: int) -> Iterator[dict[int, list[int]] | None]:
+    """What the tables of a TIFF say of its data, by tag; None, last, for one behind the file's end.
+
+    `base`: where the TIFF begins, from which its places count.
+    """
+    stream.seek(base)
+    head = stream.read(16).ljust(16, b"\0")
+    order: Literal["little", "big"] = "little" if head[:1] == b"I" else "big"
+    big = b"+" in head[2:4]
+    wide, short = (8, 8) if big else (4, 2)  # bytes of a place, of the number of entries
+    at = int.from_bytes(head[8:16] if big else head[4:8], order)
+    seen = set()
+    while at and at not in seen:
+        seen.add(at)
+        stream.seek(base + at)
+        count = int.from_bytes(stream.read(short), order)
+        entries = stream.read((4 + 2 * wide) * count)
+        after = stream.read(wide)
+        found: dict[int, list[int]] = {}
+        for i in range(0, len(entries), 4 + 2 * wide):
+            tag, kind = (int.from_bytes(entries[i + k : i + k + 2], order) for k in (0, 2))
+            each = _SIZES.get(kind, 1)
+            length = each * int.from_bytes(entries[i + 4 : i + 4 + wide], order)
+            value = entries[i + 4 + wide : i + 4 + 2 * wide]
+            if length > wide:
+                place = base + int.from_bytes(value, order)
+                if place + length > size:
+                    yield None
+                    return
+                if tag in _WANTED:
+                    stream.seek(place)
+                    value = stream.read(length)
+            if tag in _WANTED:
+                each = 4 if tag == 0xB002 else each
+                starts = range(0, min(length, len(value)), each)
+                found[tag] = [int.from_bytes(value[k : k + each], order) for k in starts]
+        if len(after) < wide:
+            yield None
+            return
+        yield found
+        at = int.from_bytes(after, order)
+
+
+def _gif_ends_early(stream: BinaryIO, end: int) -> bool:
     """True when the file ends inside a block; a file that only lacks the end mark is whole."""
-    end = stream.seek(0, 2)
     stream.seek(10)
     flags = (stream.read(3) or b"\0")[0]
     stream.seek(3 << (flags & 7) + 1 if flags & 128 else 0, 1)
@@ -161,3 +236,13 @@ def _gif_ends_early(stream: BinaryIO) -> bool:
         while length := (stream.read(1) or b"\0")[0]:
             stream.seek(length, 1)
     return stream.tell() > end
+
+
+_ENDS = {
+    "AVIF": _avif_ends_early,
+    "GIF": _gif_ends_early,
+    "ICO": _ico_ends_early,
+    "MPO": _mpo_ends_early,
+    "TIFF": _tiff_ends_early,
+    "WEBP": _webp_ends_early,
+}

@@ -40,7 +40,7 @@ def load_image(ref: Reference, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     with open_reference(ref) as stream:
         image = _open(stream, name, max_pixels)
         result = _decode(image, stream, name)
-        if image.format in ("PNG", "GIF") and formats.ends_early(stream, image.format):
+        if image.format in formats.CUT_UNNOTICED and formats.ends_early(stream, image.format):
             raise ImageError("truncated", f"image {name} is truncated: it ends early")
     return result
 
@@ -113,6 +113,8 @@ def _open(stream: BinaryIO, name: str, max_pixels: int) -> Image.Image:
 
 def _check_size(image: Image.Image, name: str, max_pixels: int) -> None:
     width, height = image.size
+    if not width * height:
+        raise ImageError("corrupt", f"image {name} has no pixels: it is {width} x {height}")
     if width * height > max_pixels:
         raise ImageError(
             "too_large",
@@ -158,9 +160,12 @@ def _refusal(
             )
         error = _plugin_error(stream, found) or error
     reason = _reason(error)
-    if reason == "corrupt" and stream is not None and _ends_early(stream, found, image):
+    if reason != "truncated" and stream is not None and formats.ends_early(stream, found):
         reason = "truncated"
-    return ImageError(reason, f"image {name} is {_WORDS[reason]}: {str(error)[:200]}")
+    text = str(error)[:200]
+    if text == "not identified by this driver":  # Pillow's words for it
+        text = "its header has no pixels, or pixels of no known kind"
+    return ImageError(reason, f"image {name} is {_WORDS[reason]}: {text}")
 
 
 _WORDS = {
@@ -184,21 +189,11 @@ def _reason(error: Exception) -> str:
     text = str(error).lower()
     if isinstance(error.__cause__ or error, struct.error | EOFError | IndexError):
         return "truncated"
-    if any(words in text for words in ("truncat", "not enough", "only got", "reached eof")):
+    if any(
+        words in text
+        for words in ("truncat", "not enough", "not large enough", "only got", "reached eof")
+    ):
         return "truncated"
     if any(words in text for words in ("pixel mode", "cannot handle", "unsupported")):
         return "unsupported_mode"
     return "corrupt"
-
-
-def _ends_early(stream: BinaryIO, found: str | None, image: Image.Image | None) -> bool:
-    """Whether the container, or a TIFF's table of strips, counts on more bytes than there are."""
-    if formats.ends_early(stream, found):
-        return True
-    tags = getattr(image, "tag_v2", {})
-    end = stream.seek(0, 2)
-    for starts, sizes in ((273, 279), (324, 325)):  # strips, tiles
-        pairs = zip(tags.get(starts, ()), tags.get(sizes, ()))
-        if any(start + size > end for start, size in pairs):
-            return True
-    return False

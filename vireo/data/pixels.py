@@ -59,6 +59,11 @@ def upright_rgb(image: Image.Image) -> Image.Image:
 
 def _rgb(image: Image.Image, bits: int) -> Image.Image:
     mode = image.mode
+    if mode == "P" and not image.getpalette():
+        raise ImageError("corrupt", "pixels are places in a palette, and there is none")
+    signed = 2 in getattr(image, "tag_v2", {}).get(339, ())
+    if signed and mode != "I":
+        raise ImageError("unsupported_mode", "samples are signed: save it with unsigned ones")
     if mode == "F":
         raise ImageError("unsupported_mode", "pixels are floats: save it with 8 or 16 bits")
     if mode.startswith("I"):
@@ -109,10 +114,10 @@ def _wide_gray(image: Image.Image) -> Image.Image:
     """Gray of more than 8 bits, scaled so that white stays white."""
     values = np.asarray(image).astype(np.int32)
     tags = getattr(image, "tag_v2", {})  # a TIFF's
-    bits = tags.get(258, (16,))[0]
-    signed = 2 in tags.get(339, ())
+    in_16 = image.mode != "I" or image.format == "PPM"  # where Pillow scales to 16 bits itself
+    bits = tags.get(258, (16 if in_16 else 32,))[0]
     top = int(values.max())
-    if values.min() < 0 or top > 65535 or (bits == 16 and signed) or (bits > 16 and 0 < top < 256):
+    if values.min() < 0 or top > 65535 or (bits > 16 and 0 < top < 256):
         raise ImageError(
             "unsupported_mode", "pixels are integers whose white is unknown: save it with 16 bits"
         )

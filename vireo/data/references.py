@@ -23,7 +23,9 @@ ROW_REASONS = {
     "outside_root": "outside_root",
     "bad_image_value": "bad_image_value",
 }
-_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://|(file):/", re.IGNORECASE)
+# White space before a URL belongs to nothing; before a file's name it is part of the name.
+_SCHEME = re.compile(r"\s*(?:([a-z][a-z0-9+.-]*)://|(file):(?=/))", re.IGNORECASE)
+_DATA = re.compile(r"\s*data:", re.IGNORECASE)
 
 
 class ImageError(RowError):
@@ -56,7 +58,7 @@ def quoted(text: str, limit: int) -> str:
 
 
 def is_data_url(value: Any) -> bool:
-    return isinstance(value, str) and value[:5].lower() == "data:"
+    return isinstance(value, str) and _DATA.match(value) is not None
 
 
 def local_path(value: str, root: str | None) -> str:
@@ -71,18 +73,18 @@ def local_path(value: str, root: str | None) -> str:
     name = image_name(value)
     scheme = _SCHEME.match(value)
     if scheme:
-        host, _, rest = value[7:].partition("/") if scheme[1] else ("", "", value[6:])
+        host, _, rest = value[scheme.end() :].partition("/")
         if (scheme[1] or scheme[2]).lower() != "file" or host.lower() not in ("", "localhost"):
             raise ImageError(
                 "remote_image",
-                f"image {name} is on another machine, and nothing is fetched: "
-                "download the images first and write paths",
+                f"image {name} is on another machine, and nothing is fetched: download the images "
+                "first and write paths (a file:// URL of this machine goes on with a third slash)",
             )
-        value = "/" + unquote(rest)
+        value = "/" + os.fsdecode(unquote_to_bytes(rest.rstrip()))
     if root is None:
         return value
     base = os.path.abspath(root)
-    path = os.path.normpath(os.path.join(base, value))
+    path = os.path.normpath(os.path.join(base, re.sub("^//+", "/", value)))
     if _is_inside(path, base) or _is_inside(path, os.path.realpath(base)):
         return path
     raise ImageError(
@@ -107,7 +109,9 @@ def open_reference(value: Any, root: str | None = None) -> BinaryIO:
     name = image_name(value)
     if isinstance(value, dict):
         content = value.get("bytes")
-        value = content if content is not None else value.get("path")
+        value = value.get("path") if content is None else content
+        if content is not None and isinstance(content, str):
+            raise ImageError("bad_image_value", f"image {name} has text as its 'bytes'")
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if is_data_url(value):
@@ -117,7 +121,7 @@ def open_reference(value: Any, root: str | None = None) -> BinaryIO:
             raise ImageError("empty_file", f"image {name} is empty: it has no bytes")
         return io.BytesIO(value)
     if isinstance(value, str):
-        return _open_file(local_path(value, root), name)
+        return _open_file(local_path(value, root) if value else "", name)
     raise ImageError(
         "bad_image_value",
         f"image {name} is no image: expected a path, a data URL, bytes, "
@@ -129,9 +133,10 @@ def _data_url_bytes(url: str, name: str) -> bytes:
     head, comma, body = url.partition(",")
     if not comma:
         raise ImageError("corrupt", f"image {name} is a data URL without a comma")
-    if not head.lower().endswith(";base64"):
+    words = [word.strip().lower() for word in re.split("[:;]", head)]
+    if "base64" not in words:
         return unquote_to_bytes(body)
-    text = re.sub(r"\s", "", unquote(body))
+    text = re.sub(r"\s", "", unquote(body)).replace("-", "+").replace("_", "/")
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError) as error:

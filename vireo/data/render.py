@@ -28,7 +28,7 @@ from vireo.data.images import ImageError, as_row_error, fit_image, load_image
 from vireo.data.positions import Positions
 from vireo.data.ragged import BASE_KEYS, IGNORE, Example
 from vireo.data.template import ChatTemplate, control_tokens
-from vireo.errors import InputError, RowError
+from vireo.errors import InputError, RowError, first_line
 from vireo.families import Family, family_of
 
 MARK = "\U0010fffd"  # a private-use character; typed by a person, it is text like any other
@@ -375,7 +375,7 @@ def load_config(path: str) -> tuple[Any, Family]:
         config = AutoConfig.from_pretrained(path)
         return config, family_of(config)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{path} is no model that can be loaded: {_first_line(error)}") from error
+        raise InputError(f"{path} is no model that can be loaded: {first_line(error)}") from error
     except LookupError as error:
         raise InputError(f"{path}: {error}") from error
 
@@ -386,8 +386,4 @@ def load_processor(family: Family, path: str) -> Any:
     try:
         return loader.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InputError(f"{path}: its processor cannot be loaded: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
+        raise InputError(f"{path}: its processor cannot be loaded: {first_line(error)}") from error

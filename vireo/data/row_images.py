@@ -31,7 +31,7 @@ class Draft:
 
     role: Role
     items: list[str | Slot]
-    tool_calls: tuple[dict, ...]
+    fields: dict[str, Any]  # of `Turn`, besides its role and parts
 
 
 def place_images(drafts: list[Draft], row: dict) -> list[Any]:
@@ -43,8 +43,8 @@ def place_images(drafts: list[Draft], row: dict) -> list[Any]:
         if not unfilled and column == [slot.value for slot in slots]:
             return column
         if len(unfilled) != len(column):
-            what = f"{len(column)} image(s) in the column for {len(unfilled)} image part(s)"
-            raise RowError("placeholder_count", what)
+            what = f"{len(column)} image(s) in the column for {len(unfilled)} image part(s) that "
+            raise RowError("placeholder_count", what + "name none: their numbers must be equal")
         for slot, value in zip(unfilled, column):
             slot.value = value
         return [slot.value for slot in slots]
@@ -104,6 +104,8 @@ def _column(row: dict) -> tuple[list[Any], bool]:
                 emptied = True
             else:
                 found.append(value if isinstance(value, list) else [value])
+                for image in found[-1]:
+                    check_kind(image)
     if not found:
         return [], emptied
     if len(found) > 1 and found[0] != found[1]:
@@ -115,20 +117,25 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | list) and not value)
 
 
-def check_image(value: Any, root: str | None) -> None:
-    """Kind of value and path rules, by the text alone."""
+def check_kind(value: Any) -> None:
+    """An image is named by a text, by bytes or by an object with one of them."""
+    inner = value
     if isinstance(value, dict):
         content = value.get("bytes")
-        value = content if content is not None else value.get("path")
-        if not isinstance(value, str if content is None else bytes):
+        inner = value.get("path") if content is None else content
+        if not isinstance(inner, str if content is None else bytes) or inner == "":
             what = "an image object must hold 'bytes' or a 'path', found "
             raise RowError("bad_image_value", what + short(value))
-    if isinstance(value, bytes):
-        return
-    if not isinstance(value, str) or not value:
-        what = f"an image must be a path, a data URL or bytes, found {short(value)}"
-        raise RowError("bad_image_value", what)
-    if is_data_url(value):
+    if not isinstance(inner, str | bytes) or inner == "":
+        what = "an image must be a path, a data URL or bytes, found " + short(value)
+        raise RowError("bad_image_value", " ".join(what.split()))
+
+
+def check_image(value: Any, root: str | None) -> None:
+    """Path rules of what `check_kind` accepts, by the text alone."""
+    if isinstance(value, dict):
+        value = value["path"] if value.get("bytes") is None else value["bytes"]
+    if isinstance(value, bytes) or is_data_url(value):
         return
     if "\0" in value or not can_encode(value):
         raise RowError("bad_image_value", f"no file can be named {quoted(value, 100)}")

@@ -6,7 +6,6 @@ Both published formats are one here: LLaVA (`conversations` of from/value, `imag
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from typing import Any
@@ -20,14 +19,15 @@ from vireo.data.row_images import (
     Slot,
     can_encode,
     check_image,
+    check_kind,
     is_empty,
     place_images,
     short,
 )
+from vireo.data.turn_fields import VIDEO_KEYS, check_text, objects, turn_fields
 from vireo.errors import RowError
 
 CONVERSATION_KEYS = ("conversations", "messages")
-VIDEO_KEYS = ("videos", "video")
 KNOWN_KEYS = frozenset(("id", "weight", "tools", *CONVERSATION_KEYS, *IMAGE_KEYS, *VIDEO_KEYS))
 ROLES: dict[str, Role] = {
     "system": "system",
@@ -43,7 +43,10 @@ ROLES: dict[str, Role] = {
 # Rows with nothing wrong but nothing to learn either: left out with a warning, never an error.
 NOTHING_TO_LEARN = frozenset(("no_assistant", "empty_assistant"))
 
+_TURN_KEYS = frozenset(("from", "role", "value", "content"))
+_MOST_WEIGHT = 3e38  # of a 32-bit float, which the loss is weighted in
 _RARE_KEYS = frozenset(("weight", "tools", "images", *VIDEO_KEYS))
+_OWN_IMAGE = ("image", "path", "url", "image_url")
 _PLAIN_PATH = re.compile(r"(?!.*\.\.)\w[\w./ -]*", re.ASCII)
 
 
@@ -58,7 +61,7 @@ def parse_row(row: Any, root: str | None = None, where: str = "") -> Conversatio
         images=tuple([ImageRef(image, root) for image in images]),
         id=row_id(row),
         weight=_weight(row),
-        tools=_objects(row.get("tools"), "tools"),
+        tools=objects(row.get("tools"), "tools"),
         where=where,
         extra={key: value for key, value in row.items() if key not in KNOWN_KEYS},
     )
@@ -79,11 +82,11 @@ def check_row(row: Any, root: str | None = None) -> tuple[list[Draft], list[Any]
     for image in images:
         check_image(image, root)
     if "id" in row:
-        _check_text(row_id(row) or "", "the row's id")
+        check_text(row_id(row) or "", "the row's id")
     if "weight" in row:
         _weight(row)
     if "tools" in row:
-        _objects(row["tools"], "tools")
+        objects(row["tools"], "tools")
     _check_answers(drafts)
     return drafts, images
 
@@ -165,21 +168,15 @@ def _draft(turn: Any, number: int) -> Draft:
         expected = ", ".join(ROLES)
         what = f"turn {number} has the role {short(name)}, expected one of {expected}"
         raise RowError("unknown_role", what)
-    calls: tuple[dict, ...] = ()
-    if len(turn) > 2:
-        if turn.get("weight") not in (None, 1):
-            raise RowError("weight", f"turn {number} has a weight, which only a row can have")
-        calls = _objects(turn.get("tool_calls"), "tool_calls")
-        if calls and role != "assistant":
-            raise RowError("tool_calls", f"turn {number} is a {role}'s and calls tools")
+    fields = {} if _TURN_KEYS.issuperset(turn) else turn_fields(turn, role, number)
     if isinstance(content, str):
         if not content.isascii():
-            _check_text(content, f"the text of turn {number}")
-        return Draft(role, [content], calls)
+            check_text(content, f"the text of turn {number}")
+        return Draft(role, [content], fields)
     if isinstance(content, list):
-        return Draft(role, [_part(part, number) for part in content], calls)
-    if content is None and calls:
-        return Draft(role, [], calls)
+        return Draft(role, [_part(part, number) for part in content], fields)
+    if content is None and ("tool_calls" in fields or fields.get("reasoning_content")):
+        return Draft(role, [], fields)
     what = f"the text of turn {number} must be a string or a list of parts, found "
     raise RowError("content_type", what + short(content))
 
@@ -204,22 +201,39 @@ def _part(part: Any, number: int) -> str | Slot:
         if not isinstance(text, str):
             what = f"a text part of turn {number} must hold a string, found {short(text)}"
             raise RowError("content_type", what)
-        _check_text(text, f"the text of turn {number}")
+        check_text(text, f"the text of turn {number}")
+        if len(part) > 2:
+            _check_alone(part, (*_OWN_IMAGE, "bytes"), number)
         return text
     if kind in ("image", "image_url"):
-        return Slot(_own_image(part, number) if len(part) > 1 else None)
+        if len(part) > 1:
+            _check_alone(part, ("text",), number)
+            return Slot(_own_image(part, number))
+        return Slot(None)
     if isinstance(kind, str) and "video" in kind:
         raise RowError("video", f"turn {number} has a {kind!r} part, and video is not supported")
     what = f"turn {number} has a part of type {short(kind)}, expected 'text' or 'image'"
     raise RowError("part_type", what)
 
 
+def _check_alone(part: dict, others: tuple[str, ...], number: int) -> None:
+    """A part is text or an image: what it holds besides would be lost."""
+    for key in others:
+        if not is_empty(part.get(key)):
+            what = f"a part of turn {number} has the type {part['type']!r} and {key!r} besides"
+            raise RowError("part_type", what + ": make two parts of it")
+
+
 def _own_image(part: dict, number: int) -> Any:
     if part.get("bytes") is not None:
-        return {"bytes": part["bytes"], "path": part.get("path")}
-    given = [part.get(key) for key in ("image", "path", "url", "image_url")]
+        value = {"bytes": part["bytes"], "path": part.get("path")}
+        check_kind(value)
+        return value
+    given = [part.get(key) for key in _OWN_IMAGE]
     values = [value for value in given if value is not None]
     values = [v["url"] if isinstance(v, dict) and v.get("url") is not None else v for v in values]
+    for value in values:
+        check_kind(value)
     if any(value != values[0] for value in values):
         raise RowError("ambiguous_image", f"an image part of turn {number} names two images")
     return values[0] if values else None
@@ -230,8 +244,9 @@ def _check_answers(drafts: list[Draft]) -> None:
     if not answers:
         raise RowError("no_assistant", "the row has no assistant turn, so nothing to learn")
     for draft in answers:
-        if not draft.tool_calls and not any(
-            isinstance(item, Slot) or item.strip() for item in draft.items
+        said = [*draft.items, draft.fields.get("reasoning_content", "")]
+        if "tool_calls" not in draft.fields and not any(
+            isinstance(item, Slot) or item.strip() for item in said
         ):
             raise RowError("empty_assistant", "the text of an assistant turn is empty")
 
@@ -246,7 +261,7 @@ def _number_slots(drafts: list[Draft]) -> tuple[Turn, ...]:
                 count += 1
             elif item:
                 parts.append(Text(item))
-        turns.append(Turn(draft.role, tuple(parts), draft.tool_calls))
+        turns.append(Turn(draft.role, tuple(parts), **draft.fields))
     return tuple(turns)
 
 
@@ -259,36 +274,9 @@ def _weight(row: dict) -> float:
         return 1.0
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
-            if math.isfinite(value) and value >= 0:
+            if math.isfinite(value) and 0 <= value <= _MOST_WEIGHT:
                 return float(value)
         except OverflowError:  # an integer beyond every float
             pass
-    what = f"the row's weight must be a finite number of at least 0, found {short(value)}"
+    what = f"the row's weight must be a number from 0 to {_MOST_WEIGHT:.0e}, found {short(value)}"
     raise RowError("weight", what)
-
-
-def _objects(value: Any, what: str) -> tuple[dict, ...]:
-    """A list of objects; the list or each object may be JSON text, as Arrow columns hold them."""
-    if is_empty(value):
-        return ()
-    items = _unpacked(value, what)
-    found = [_unpacked(item, what) for item in items] if isinstance(items, list) else []
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in found):
-        message = f"{what!r} must be a list of objects, found {short(value)}"
-        raise RowError("tool_calls", message)
-    _check_text(json.dumps(found, ensure_ascii=False, default=str), repr(what))
-    return tuple(found)
-
-
-def _unpacked(value: Any, what: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise RowError("tool_calls", f"{what!r} holds text that is no JSON: {error}") from error
-
-
-def _check_text(text: str, what: str) -> None:
-    if not can_encode(text):
-        raise RowError("unicode", f"{what} holds half a surrogate pair, which is no character")

@@ -24,7 +24,7 @@ from vireo.errors import InputError
 from vireo.families import Family
 from vireo.hub import local_folder
 from vireo.models.names import is_adapter, named_parameters, part_of
-from vireo.settings.nearest import nearest
+from vireo.nearest import nearest
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Words for all linear modules of a part.

@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from vireo.errors import InputError
-from vireo.settings.nearest import nearest
+from vireo.errors import InputError, first_line
+from vireo.nearest import nearest
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Trackers:
             except Exception as error:
                 self.finish(failed=True)
                 raise InputError(
-                    f"--report_to {name} could not be opened: {_first_line(error)}; mend that, or "
+                    f"--report_to {name} could not be opened: {first_line(error)}; mend that, or "
                     f"leave {name} out (--report_to none: no tracker)"
                 ) from error
 
@@ -230,7 +230,7 @@ class Trackers:
             except Exception as error:  # whatever another package may raise
                 del self._open[name]
                 self._failed[name] = (
-                    f"{name} failed at {where} and got nothing after it ({_first_line(error)}); "
+                    f"{name} failed at {where} and got nothing after it ({first_line(error)}); "
                     "metrics.jsonl has every record"
                 )
                 self._say(f"warning: {self._failed[name]}")
@@ -260,7 +260,3 @@ def _markdown_table(rows: Sequence[dict[str, Any]]) -> str:
     columns = list(rows[0])
     body = [line([row[name] for name in columns]) for row in rows]
     return "\n".join([line(columns), "|" + " --- |" * len(columns), *body])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]

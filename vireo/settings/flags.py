@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from vireo.errors import InputError
-from vireo.settings.nearest import nearest
+from vireo.nearest import nearest
 from vireo.settings.schema import Settings
 from vireo.settings.section import Positive, Section
 

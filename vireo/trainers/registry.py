@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from vireo.errors import InputError
-from vireo.settings.nearest import nearest
+from vireo.nearest import nearest
 
 GROUP = "vireo.trainers"
 BUILT_IN = {"fsdp_vlm": "vireo.trainers.fsdp_vlm:run", "fsdp": "vireo.trainers.fsdp:run"}

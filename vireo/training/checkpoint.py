@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from vireo.errors import InputError, VireoError
+from vireo.errors import InputError, VireoError, first_line
 from vireo.models.names import is_adapter
 from vireo.models.policy import Policy
 from vireo.parallel import Parallel
@@ -127,7 +127,7 @@ def _cause(error: BaseException) -> str:
         error = next((e for e, _ in error.failures.values()), error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return (str(error).strip() or repr(error)).splitlines()[0]
+    return first_line(error)
 
 
 def load(
@@ -190,8 +190,7 @@ def read_state(path: Path, state: dict[str, Any], alone: bool) -> None:
         with _expected_alone():
             dcp.load(state, checkpoint_id=path / "state", no_dist=alone)
     except (Exception, CheckpointException) as error:
-        first = next(iter(str(error).strip().splitlines()), repr(error))
-        raise InputError(f"{path} cannot be read into this model: {first}") from error
+        raise InputError(f"{path} cannot be read into this model: {first_line(error)}") from error
 
 
 def model_tensors(path: Path) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class TrainEngine:
         return StepResult(loss, norm, int(rows), int(tokens), int(supervised), int(images))
 
     def in_step(self, micro_batches: Sequence[Batch]) -> list[tuple[Batch, bool, bool]]:
-        """(micro-batch, whether it counts, whether to reduce) in the order of all ranks; collective.
+        """(micro-batch, whether it counts, whether to reduce), in every rank's order; collective.
 
         Ranks with fewer run empty ones. Where a family cannot mix them, text rows go before image
         rows, and gradients are reduced after each kind: FSDP wants all parameters that it reduces

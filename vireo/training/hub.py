@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vireo.errors import InputError, VireoError
+from vireo.errors import InputError, VireoError, first_line
 
 # Of an earlier push. Left beside new ones they would be loaded in their place: transformers takes
 # model.safetensors before an index of shards, and any folder with adapter_config.json for adapters.
@@ -25,7 +25,7 @@ def check_repo_name(repo: str) -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise InputError(f"--push_to_hub {repo}: {_first_line(error)}") from error
+        raise InputError(f"--push_to_hub {repo}: {first_line(error)}") from error
 
 
 def check_push(repo: str) -> None:
@@ -91,11 +91,7 @@ def _reason(error: Exception) -> str:
     if status == 403:
         return "the token may not write there (403): use one with write access to that name"
     if cause is not None:
-        return f"the Hub answered {status}: {_first_line(cause)}"
+        return f"the Hub answered {status}: {first_line(cause)}"
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set: unset it"
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
+    return f"{type(error).__name__}: {first_line(error)}"
