@@ -131,3 +131,28 @@ def test_every_family_and_its_adapters_follow_float32(name: str, tmp_path: Path)
         exact = found["fp32", adapters]
         assert exact[-1] < exact[0]
         assert found["bf16", adapters] == pytest.approx(exact, abs=0.1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("adapters", [0, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_gpus_have_the_losses_of_one(name: str, adapters: int, tmp_path: Path) -> None:
+    """Rows are dealt in turn: one rank has a picture in each step, the other has text alone."""
+    family = FAMILIES[name]
+    build(name, tmp_path / "model", size="test")
+    write_rows(tmp_path / "data", [1, 0, 2, 0, 1, 0, 1, 0] if family.has_vision else [0] * 8)
+
+    def arguments(output: str) -> list[str]:
+        return [
+            f"--trainer={'fsdp_vlm' if family.has_vision else 'fsdp'}",
+            f"--vlm_model_name_or_path={tmp_path / 'model'}",
+            f"--train_file={tmp_path / 'data' / 'rows.json'}",
+            *("--per_device_train_batch_size=1", "--global_batch_size=4", "--max_steps=4"),
+            *("--num_workers=0", "--lr=3e-3", f"--output_dir={tmp_path / output}"),
+            *("--fsdp_mp_dtype=fp32", "--report_to=none", f"--lora_r={adapters}"),
+            *("--freeze_vision=false", "--shuffle=false"),
+        ]
+
+    torchrun(1, "-m", "vireo.train", *arguments("one"))
+    torchrun(2, "-m", "vireo.train", *arguments("two"))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=2e-4)

@@ -14,7 +14,7 @@ SUPPORTED = (
     *("PNG", "PPM", "QOI", "TIFF", "WEBP"),
 )
 # Those of which it accepts a file that is cut behind the pixels of its first frame, or even in it.
-CUT_UNNOTICED = ("GIF", "ICO", "JPEG2000", "MPO", "PNG", "QOI", "TIFF")
+CUT_UNNOTICED = ("GIF", "ICO", "JPEG2000", "PNG", "QOI", "TIFF")
 
 _MAGIC = {
     b"\x89PNG": "PNG",
@@ -34,7 +34,8 @@ _MAGIC = {
     b"%!PS": "EPS",
     b"\xc5\xd0\xd3\xc6": "EPS",
     b"8BPS": "Photoshop",
-    b"\0\0\2\0": "CUR",
+    b"gimp xcf": "XCF",
+    b"\x0a\5\1\x08": "PCX",
     b"icns": "ICNS",
     b"DDS ": "DDS",
     b"\xff\x0a": "JPEG XL",
@@ -75,6 +76,10 @@ def sniff(head: bytes, tail: bytes = b"") -> str | None:
         return "BMP"
     if head[:1] == b"P" and head[1:2] in b"1234567fF" and head[2:4].lstrip()[:1].isdigit():
         return "PPM"
+    if head[:4] == b"\0\0\2\0" and any(head[4:6]):
+        return "CUR"
+    if head[:3] in _TGA and not any(head[3:8]) and head[16:17] in (b"\x08", b"\x18", b" "):
+        return "TGA"
     if head[128:132] == b"DICM":
         return "DICOM"
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
@@ -83,6 +88,7 @@ def sniff(head: bytes, tail: bytes = b"") -> str | None:
     return None
 
 
+_TGA = (b"\0\0\2", b"\0\0\3", b"\0\0\x0a", b"\0\0\x0b")  # colours or gray, plain or packed
 _BMP_HEADERS = (12, 16, 40, 52, 56, 64, 108, 124)
 
 
@@ -154,7 +160,7 @@ def _ico_ends_early(stream: BinaryIO, size: int) -> bool:
 
 
 def _tiff_ends_early(stream: BinaryIO, size: int) -> bool:
-    for table in _tables(stream, 0, size):
+    for table in _tables(stream, size):
         if table is None:
             return True
         for starts, lengths in ((273, 279), (324, 325)):  # strips, tiles
@@ -164,57 +170,42 @@ def _tiff_ends_early(stream: BinaryIO, size: int) -> bool:
     return False
 
 
-def _mpo_ends_early(stream: BinaryIO, size: int) -> bool:
-    """By the index of its pictures, which is a TIFF's table; places count from there."""
-    base = stream.read(1 << 16).find(b"MPF\0") + 4
-    table = next(_tables(stream, base, size), None) or {}
-    words = table.get(0xB002, [])  # 4 a picture: flags, size, place, two numbers
-    return any(base + start + length > size for length, start in zip(words[1::4], words[2::4]))
+_SIZES = {3: 2, 4: 4, 13: 4, 16: 8, 18: 8}  # bytes of a whole number, by its type
+_WANTED = (258, 273, 279, 324, 325)  # bits a sample; places and lengths of strips, of tiles
 
 
-_SIZES = {3: 2, 4: 4, 5: 8, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
-_WANTED = (273, 279, 324, 325, 0xB002)
-
-
-def _tables(stream: BinaryIO, base: int, size: int) -> Iterator[dict[int, list[int]] | None]:
-    """What the tables of a TIFF say of its data, by tag; None, last, for one behind the file's end.
-
-    `base`: where the TIFF begins, from which its places count.
-    """
-    stream.seek(base)
+def _tables(stream: BinaryIO, size: int) -> Iterator[dict[int, list[int]] | None]:
+    """What each page's table says of its data, by tag; None, last, for one behind the end."""
     head = stream.read(16).ljust(16, b"\0")
     order: Literal["little", "big"] = "little" if head[:1] == b"I" else "big"
-    big = b"+" in head[2:4]
-    wide, short = (8, 8) if big else (4, 2)  # bytes of a place, of the number of entries
-    at = int.from_bytes(head[8:16] if big else head[4:8], order)
+    wide, short = (8, 8) if b"+" in head[2:4] else (4, 2)  # bytes of a place, of a table's length
+    each = 4 + 2 * wide  # bytes of an entry
+    at = int.from_bytes(head[8:16] if wide == 8 else head[4:8], order)
     seen = set()
     while at and at not in seen:
         seen.add(at)
-        stream.seek(base + at)
+        stream.seek(min(at, size))
         count = int.from_bytes(stream.read(short), order)
-        entries = stream.read((4 + 2 * wide) * count)
-        after = stream.read(wide)
+        if at + short + each * count + wide > size:
+            yield None
+            return
+        entries, after = stream.read(each * count), stream.read(wide)
         found: dict[int, list[int]] = {}
-        for i in range(0, len(entries), 4 + 2 * wide):
+        for i in range(0, len(entries), each):
             tag, kind = (int.from_bytes(entries[i + k : i + k + 2], order) for k in (0, 2))
-            each = _SIZES.get(kind, 1)
-            length = each * int.from_bytes(entries[i + 4 : i + 4 + wide], order)
-            value = entries[i + 4 + wide : i + 4 + 2 * wide]
+            if tag not in _WANTED or kind not in _SIZES:
+                continue
+            length = _SIZES[kind] * int.from_bytes(entries[i + 4 : i + 4 + wide], order)
+            value = entries[i + 4 + wide : i + each]
             if length > wide:
-                place = base + int.from_bytes(value, order)
+                place = int.from_bytes(value, order)
                 if place + length > size:
                     yield None
                     return
-                if tag in _WANTED:
-                    stream.seek(place)
-                    value = stream.read(length)
-            if tag in _WANTED:
-                each = 4 if tag == 0xB002 else each
-                starts = range(0, min(length, len(value)), each)
-                found[tag] = [int.from_bytes(value[k : k + each], order) for k in starts]
-        if len(after) < wide:
-            yield None
-            return
+                stream.seek(place)
+                value = stream.read(length)
+            starts = range(0, length, _SIZES[kind])
+            found[tag] = [int.from_bytes(value[k : k + _SIZES[kind]], order) for k in starts]
         yield found
         at = int.from_bytes(after, order)
 
@@ -242,7 +233,6 @@ _ENDS = {
     "AVIF": _avif_ends_early,
     "GIF": _gif_ends_early,
     "ICO": _ico_ends_early,
-    "MPO": _mpo_ends_early,
     "TIFF": _tiff_ends_early,
     "WEBP": _webp_ends_early,
 }

@@ -150,7 +150,8 @@ def _refusal(
         stream.seek(max(0, end - 32))
         found = formats.sniff(head, stream.read())
         if found is None:
-            return ImageError("not_an_image", f"image {name} is not an image: no format known")
+            text = f"image {name} is not an image: no format known that begins with {head[:24]!r}"
+            return ImageError("not_an_image", text)
         if found not in _plugins():
             text = f"image {name} is {found}, an unsupported format: convert it to PNG or JPEG"
             return ImageError("unsupported_format", text)

@@ -61,8 +61,8 @@ def _rgb(image: Image.Image, bits: int) -> Image.Image:
     mode = image.mode
     if mode == "P" and not image.getpalette():
         raise ImageError("corrupt", "pixels are places in a palette, and there is none")
-    signed = 2 in getattr(image, "tag_v2", {}).get(339, ())
-    if signed and mode != "I":
+    tags = getattr(image, "tag_v2", {})  # a TIFF's
+    if 2 in tags.get(339, ()) and tags.get(258, (8,))[0] <= 16:
         raise ImageError("unsupported_mode", "samples are signed: save it with unsigned ones")
     if mode == "F":
         raise ImageError("unsupported_mode", "pixels are floats: save it with 8 or 16 bits")

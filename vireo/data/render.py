@@ -12,9 +12,7 @@ the ids again:
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +25,10 @@ from vireo.data.conversation import Conversation, Image, ImageRef, Text, Turn
 from vireo.data.images import ImageError, as_row_error, fit_image, load_image
 from vireo.data.positions import Positions
 from vireo.data.ragged import BASE_KEYS, IGNORE, Example
-from vireo.data.template import ChatTemplate, control_tokens
+from vireo.data.template import ChatTemplate, check_others, control_tokens
+from vireo.data.typed import MARK, Typed
 from vireo.errors import InputError, RowError, first_line
 from vireo.families import Family, family_of
-
-MARK = "\U0010fffd"  # a private-use character; typed by a person, it is text like any other
 
 
 class Renderer:
@@ -77,7 +74,7 @@ class Renderer:
             [AddedToken(MARK, special=True, normalized=False)], special_tokens=True
         )
         self.mark_id = tokenizer.convert_tokens_to_ids(MARK)
-        self._typed = re.compile("|".join(map(re.escape, [*self.controls, MARK])))
+        self._typed = Typed.pattern(self.controls)
         self.keys = {**BASE_KEYS, **self.family.keys}
         self.image_ids = set(tokenizer.convert_tokens_to_ids(list(self.family.image_tokens)))
         self.pad_id = tokenizer.pad_token_id
@@ -161,20 +158,21 @@ class Renderer:
                 f"{len(row.images)} images in a row, and --pack_multi_image is off",
             )
         slots = sum(not isinstance(part, Text) for turn in turns for part in turn.parts)
-        turns, typed = self._stand_in(turns, row.tools)
-        text = self.template.render(turns, row.tools, prompt)
+        hidden = Typed(self._typed, turns, row.tools)
+        turns, tools = hidden.turns, hidden.tools
+        text = self.template.render(turns, tools, prompt)
         if prompt:  # earlier answers are parted from their prompts as in training, without loss
-            openings = self.template.openings(turns, row.tools, text).values()
+            openings = self.template.openings(turns, tools, text).values()
             answers = [slice(at, at) for at in openings if at is not None]
+            check_others(turns, tools, text)
         else:
-            answers = self.template.answers(turns, row.tools, text)
-            if self.template.end_of_turn is None and answers:  # else it never learns to stop
+            answers = self.template.answers(turns, tools, text)
+            stop = self.template.last_end
+            if answers and stop and not text[answers[-1]].rstrip().endswith(stop):
                 start, end = answers[-1].start, answers[-1].stop
-                stop = self.tokenizer.eos_token
                 text = text[:end] + stop + text[end:]
                 answers[-1] = slice(start, end + len(stop))
-        if text.count(MARK) != len(typed):
-            raise RowError("template", "the chat template drops or repeats a part of the text")
+        text, typed = hidden.marked(text)
         text, answers, marks = self._place_marks(text, answers, typed, slots)
         plain = self._tokenize(text)
         # Hopeless rows (a book as a question) go before their images cost anything.
@@ -196,39 +194,6 @@ class Renderer:
                 f"{tokens} tokens{when}, the limit is {self.longest}: "
                 f"raise {setting} or leave the row out",
             )
-
-    def _stand_in(
-        self, turns: tuple[Turn, ...], tools: tuple[dict, ...]
-    ) -> tuple[tuple[Turn, ...], list[str]]:
-        """The turns with the mark for each control token typed in them, and those tokens."""
-        calls = [tools, [turn.tool_calls for turn in turns]]
-        structured = json.dumps(calls, ensure_ascii=False, default=str)
-        if found := self._typed.search(structured):
-            raise RowError("reserved_token", f"control token {found.group()} in a tool call")
-        typed: list[str] = []
-        marked = []
-        for turn in turns:
-            # Found in the turn's whole text: templates may join what stands in several parts.
-            whole = turn.text
-            spans = [match.span() for match in self._typed.finditer(whole)]
-            parts: list[Any] = []
-            start = 0
-            for part in turn.parts:
-                if isinstance(part, Text):
-                    end = start + len(part.text)
-                    inside = [
-                        (max(a, start), min(b, end)) for a, b in spans if a < end and b > start
-                    ]
-                    piece = ""
-                    for a, b in inside:
-                        piece += whole[start:a] + MARK
-                        typed.append(whole[a:b])
-                        start = b
-                    part = Text(piece + whole[start:end])
-                    start = end
-                parts.append(part)
-            marked.append(replace(turn, parts=tuple(parts)))
-        return tuple(marked), typed
 
     def _place_marks(
         self, text: str, answers: list[slice], typed: list[str], slots: int

@@ -7,6 +7,7 @@ model sees when it starts to answer; the answer then runs to its end-of-turn tok
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +22,16 @@ class ChatTemplate:
     """A Jinja chat template with the tokenizer whose control tokens it writes.
 
     `parts`: whether the template takes content as a list of parts (vision) or as one string.
+    `end_of_turn`: the control token behind an answer (None: the template writes none).
+    `last_end`: what training adds behind a row's last answer if the template does not write it.
     """
 
     def __init__(self, template: str, tokenizer: Any, parts: bool):
         self.template, self.tokenizer, self.parts = template, tokenizer, parts
-        self.end_of_turn = self._find_end_of_turn()
+        self.end_of_turn: str | None = None
+        self.last_end: str | None = None
+        self._opener = ""  # what a prompt goes on with where a turn's answer may already begin
+        self._probe()
 
     def render(
         self, turns: Sequence[Turn], tools: Sequence[dict] = (), prompt: bool = False
@@ -40,22 +46,35 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=prompt,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise RowError("template", f"the chat template cannot render it: {error}") from error
+        except Exception as error:  # a template is a program of its own
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            what = " ".join(str(error).split())[:300]
+            raise RowError(
+                "template", f"the chat template cannot render it: {kind}{what}"
+            ) from error
 
     def answers(self, turns: Sequence[Turn], tools: Sequence[dict], text: str) -> list[slice]:
-        """The span of each assistant turn in `text` (= `render(turns)`), end-of-turn included."""
+        """The span of each assistant turn in `text` (= `render(turns)`), end-of-turn included.
+
+        Raises RowError where a place is not certain, or where a turn is not what the row has.
+        """
         spans = []
         for i, start in self.openings(turns, tools, text).items():
             if start is None:
+                prompt = self.render(turns[:i], tools, prompt=True)
+                pairs = enumerate(zip(prompt, text))
+                same = next((k for k, (one, other) in pairs if one != other), len(text))
                 raise RowError(
                     "template",
-                    f"the chat template rewrites what stands before turn {i + 1}, so the answer's "
-                    "place is not certain; give one answer a row, or another --chat_template",
+                    f"the chat template rewrites what stands before turn {i + 1} (its prompt goes "
+                    f"on with {prompt[same : same + 40]!r}, the row with "
+                    f"{text[same : same + 40]!r}), so the answer's place is not certain; give one "
+                    "answer a row, or another --chat_template",
                 )
-            stop = self._answer_end(turns[: i + 1], tools, text, start)
-            self._check_kept(turns[i], text[start:stop], i)
+            stop = self._answer_end(turns, i, tools, text, start)
+            check_answer(turns, i, text[start:stop])
             spans.append(slice(start, stop))
+        check_others(turns, tools, text)
         return spans
 
     def openings(
@@ -63,7 +82,8 @@ class ChatTemplate:
     ) -> dict[int, int | None]:
         """Where in `text` each assistant turn begins, by its index; None where that is not certain.
 
-        An answer begins where the prompt for it ends.
+        An answer begins where the prompt for it ends; or before what a prompt alone goes on with,
+        as templates do that open a thought in the prompt and leave out thoughts of earlier turns.
         """
         found: dict[int, int | None] = {}
         for i, turn in enumerate(turns):
@@ -71,38 +91,33 @@ class ChatTemplate:
                 if i == 0:
                     raise RowError("turn_order", "the row begins with an assistant turn")
                 before = self.render(turns[:i], tools, prompt=True)
-                found[i] = len(before) if text.startswith(before) else None
+                shorter = before.removesuffix(self._opener)
+                starts = [p for p in (before, shorter) if text.startswith(p)]
+                found[i] = len(starts[0]) if starts else None
         return found
 
     def _answer_end(
-        self, turns: Sequence[Turn], tools: Sequence[dict], text: str, start: int
+        self, turns: Sequence[Turn], i: int, tools: Sequence[dict], text: str, start: int
     ) -> int:
-        """Where the last of `turns` ends in `text`, with all that the template writes for it."""
-        if self.end_of_turn is not None:
-            at = text.find(self.end_of_turn, start)
-            if at < 0:
-                raise RowError("template", f"no {self.end_of_turn} after the assistant's answer")
-            return at + len(self.end_of_turn)
-        whole = self.render(turns, tools)
-        if not text.startswith(whole):
-            raise RowError("template", f"the chat template joins turn {len(turns)} and the next")
-        return len(whole)
-
-    @staticmethod
-    def _check_kept(turn: Turn, rendered: str, index: int) -> None:
-        """Every word of the answer must stand in its span: a template may trim, never rewrite."""
-        at = 0
-        for part in turn.parts:
-            if isinstance(part, Text):
-                for wanted in (part.text, part.text.strip()):
-                    found = rendered.find(wanted, at)
-                    if found >= 0:
-                        at = found + len(wanted)
-                        break
-                else:
-                    raise RowError(
-                        "template", f"the chat template changes the answer in turn {index + 1}"
-                    )
+        """Where turn `i` ends in `text`: behind its end-of-turn token, or all written for it."""
+        whole = text if i == len(turns) - 1 else self.render(turns[: i + 1], tools)
+        own = whole[start:] if whole.startswith(text[:start]) else whole
+        if self.end_of_turn is not None and self.end_of_turn in own:
+            stop = text.find(self.end_of_turn, start) + len(self.end_of_turn)
+            # A span that reached into the next turn would not be a part of this turn's own text.
+            if stop > start and text[start:stop] in own:
+                return stop
+        elif text.startswith(whole):
+            stop = len(whole)
+            if self.end_of_turn is not None:  # written between turns only
+                after = re.compile(rf"\s*{re.escape(self.end_of_turn)}").match(text, stop)
+                stop = after.end() if after else stop
+            return stop
+        raise RowError(
+            "template",
+            f"the chat template ends turn {i + 1} in another way where turns follow, so where the "
+            "answer ends is not certain; give one answer a row, or another --chat_template",
+        )
 
     def _message(self, turn: Turn) -> dict[str, Any]:
         content: Any = turn.text
@@ -116,21 +131,115 @@ class ChatTemplate:
         message: dict[str, Any] = {"role": turn.role, "content": content}
         if turn.tool_calls:
             message["tool_calls"] = list(turn.tool_calls)
+        for key in ("reasoning_content", "name", "tool_call_id"):
+            if (value := getattr(turn, key)) is not None:
+                message[key] = value
         return message
 
-    def _find_end_of_turn(self) -> str | None:
-        """The control token that the template writes after an answer (None: it writes none)."""
+    def _probe(self) -> None:
+        """Learn from two short conversations what the template writes round an answer."""
         probe = "ANSWER-PROBE"
-        turns = [Turn("user", (Text("q"),)), Turn("assistant", (Text(probe),))]
+        ask, answer = Turn("user", (Text("q"),)), Turn("assistant", (Text(probe),))
         try:
-            text = self.render(turns)
+            last = self.render([ask, answer])
+            prompt = self.render([ask], prompt=True)
         except RowError as error:
             raise InputError(f"the model's chat template does not work: {error.message}") from error
-        tail = text[text.rindex(probe) + len(probe) :]
-        found = re.match(
-            r"\s*(" + "|".join(map(re.escape, control_tokens(self.tokenizer))) + ")", tail
+        try:
+            middle = self.render([ask, answer, ask])
+        except RowError:  # not in every template may a row end with a question
+            middle = last
+        content = self._message(answer)["content"]
+        if probe not in last or probe not in middle:
+            raise InputError("the model's chat template leaves out what the assistant says")
+        if self.parts and (str(content) in last or json.dumps(content) in last):
+            raise InputError(
+                "the model's chat template takes no images: it writes a list of parts as it is; "
+                "name another one with --chat_template"
+            )
+        self.end_of_turn = self._token_after(last, probe)
+        if self.end_of_turn is None:
+            # Between turns, a token that does not open the next one ends an answer, too.
+            between = self._token_after(middle, probe)
+            self.end_of_turn = between if between and between not in prompt else None
+            self.last_end = self.end_of_turn or self.tokenizer.eos_token
+            if self.last_end is None:
+                raise InputError(
+                    "neither the model's chat template nor its tokenizer has a token that ends an "
+                    "answer: a model trained so would never stop"
+                )
+        at = middle.index(probe)
+        if prompt[:at] == middle[:at]:
+            self._opener = prompt[at:]
+
+    def _token_after(self, text: str, probe: str) -> str | None:
+        """The control token that follows the probe, if nothing but white space is between."""
+        tokens = "|".join(map(re.escape, control_tokens(self.tokenizer)))
+        found = re.compile(rf"\s*({tokens})").match(text, text.rindex(probe) + len(probe))
+        return found[1] or None if found else None
+
+
+def check_answer(turns: Sequence[Turn], i: int, rendered: str) -> None:
+    """All that turn `i` says must stand in its span, in order: a template may trim, never rewrite.
+
+    Round `<think>` and `</think>` in a text it may trim, too.
+    """
+    turn, at = turns[i], 0
+    thoughts = turn.reasoning_content or ""
+    said = [part.text for part in turn.parts if isinstance(part, Text)]
+    for text in (thoughts, *said):
+        pieces = [text] if text in rendered[at:] else re.split("</?think>", text)
+        for piece in pieces:
+            for wanted in (piece, piece.strip()):
+                found = rendered.find(wanted, at)
+                if found >= 0:
+                    at = found + len(wanted)
+                    break
+            else:
+                raise _changed(turns, i, text is thoughts or len(pieces) > 1)
+    for name in map(_name, turn.tool_calls):
+        if not _is_kept(name, rendered):
+            what = f"the chat template leaves out the tool call {name!r} of turn {i + 1}: "
+            raise RowError("tool_calls", what + "leave the row out, or use a template with tools")
+
+
+def _changed(turns: Sequence[Turn], i: int, thoughts: bool) -> RowError:
+    what = f"the chat template changes the answer in turn {i + 1}"
+    if thoughts and any(turn.role == "user" for turn in turns[i + 1 :]):
+        what = (
+            f"the chat template leaves out thoughts of turn {i + 1}, as a question follows: let "
+            "the row end with that turn, or take the thoughts out of it"
         )
-        return found.group(1) or None if found else None
+    elif thoughts:
+        what += ": it does not write its thoughts; take them out, or use a template that does"
+    return RowError("template", what)
+
+
+def check_others(turns: Sequence[Turn], tools: Sequence[dict], text: str) -> None:
+    """What all others say, and the tools, must stand somewhere in the rendered `text`."""
+    for i, turn in enumerate(turns):
+        for part in turn.parts if turn.role != "assistant" else ():
+            if isinstance(part, Text) and not _is_kept(part.text, text):
+                what = f"the chat template leaves out or changes what turn {i + 1} ({turn.role}) "
+                raise RowError("template", what + "says; use another --chat_template")
+    for name in map(_name, tools):
+        if not _is_kept(name, text):
+            what = f"the chat template leaves out the tool {name!r}: take the tools out, or use "
+            raise RowError("tool_calls", what + "a template with tools")
+
+
+def _name(tool: dict) -> str:
+    """The name of a function that is called or offered; empty where it has none."""
+    inner = tool.get("function")
+    name = (inner if isinstance(inner, dict) else tool).get("name")
+    return name if isinstance(name, str) else ""
+
+
+def _is_kept(said: str, text: str) -> bool:
+    """Whether a text stands in another, as it is, trimmed or as JSON."""
+    if said in text or (said := said.strip()) in text:
+        return True
+    return any(json.dumps(said, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
 
 
 def control_tokens(tokenizer: Any) -> list[str]:
