@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from vireo.data.conversation import Conversation, read_rows
 from vireo.data.loader import StepRows
-from vireo.data.packing import by_kind, by_rows
+from vireo.data.packing import micro_batches
 from vireo.data.ragged import TRAINER_KEYS, Batch
 from vireo.data.render import Renderer
 from vireo.errors import InputError, RowError
@@ -95,8 +95,8 @@ def held_out_loss(
     total = weight = 0.0
     for step in steps:
         refuse(step.refused)
-        kinds = by_kind(step.examples, engine.policy.family.can_mix)
-        sums = engine.evaluate([b for rows in kinds for b in by_rows(rows, batch_rows)])
+        can_mix = engine.policy.family.can_mix
+        sums = engine.evaluate(micro_batches(step.examples, rows=batch_rows, can_mix=can_mix))
         total, weight = total + sums[0], weight + sums[1]
     return total / max(weight, 1e-12)
 

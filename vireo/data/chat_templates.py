@@ -48,8 +48,10 @@ _LLAMA = """
 {%- endif -%}
 """
 
-# LLaVA 1.5 puts a turn's images first, whatever their place in the text.
+# LLaVA 1.5 puts a turn's images first, whatever their place in the text. The start of the text is
+# its tokenizer's to write, not its template's.
 _LLAVA = """
+{{- START -}}
 {%- for m in messages -%}
   {%- if m.role != 'system' -%}{{ m.role.upper() + ': ' }}{%- endif -%}
   {%- if m.content is not string -%}
@@ -81,4 +83,11 @@ def source(name: str, image: str, tokenizer: Any) -> str:
             f"lacks; leave the setting out to use the model's own template"
         )
     filled = template.replace("SYSTEM", repr(system)).replace("IMAGE", repr(image + after))
+    filled = filled.replace("START", repr(_start(tokenizer)))
     return (_TOOLS + _PARTS + filled).replace("\n{", "{").strip()
+
+
+def _start(tokenizer: Any) -> str:
+    """The control token that the tokenizer puts before any text; empty if it puts none."""
+    first = tokenizer.bos_token_id
+    return tokenizer.bos_token if first in tokenizer("")["input_ids"][:1] else ""

@@ -13,6 +13,25 @@ def share(position: int, chunk: int, world: int) -> int:
     return position // chunk % world
 
 
+def micro_batches(
+    examples: Sequence[Example],
+    *,
+    rows: int,
+    budget: int | None = None,
+    can_mix: bool = True,
+    packing: bool = True,
+) -> list[Batch]:
+    """One rank's rows of a step as the trainer runs them: `rows` rows in each micro-batch or, with
+    a `budget`, as many as its tokens hold, joined (`packing`) or padded.
+
+    Raises RowError for a row that is longer than the budget.
+    """
+    made: list[Batch] = []
+    for kind in by_kind(examples, can_mix):
+        made += by_rows(kind, rows) if budget is None else by_tokens(kind, budget, not packing)
+    return made
+
+
 def by_kind(examples: Sequence[Example], can_mix: bool) -> list[Sequence[Example]]:
     """Rows that may share a micro-batch: all, or those with as many images."""
     if can_mix:

@@ -81,6 +81,7 @@ class Renderer:
         if self.pad_id is None:
             self.pad_id = tokenizer.eos_token_id
         self.positions = Positions(self.config, self.family)
+        self._check_processor()
 
     def example(self, row: Conversation) -> Example:
         """A training example: the assistant's text and end-of-turn tokens carry loss.
@@ -146,6 +147,16 @@ class Renderer:
         except ImageError as error:
             raise as_row_error(error) from error
         return [fit_image(i, self.image_strategy, self.image_size, colour) for i in loaded]
+
+    def _check_processor(self) -> None:
+        """Raises InputError where the processor adds to a text, as some put a start before it."""
+        text = self.template.render([Turn("user", (Text("."),))])
+        short, full = self._tokenize(text)["input_ids"], self._call(text, [])["input_ids"][0]
+        if short != full.tolist():
+            raise InputError(
+                f"the processor reads {text[:40]!r} as {self.tokenizer.decode(full)[:40]!r}: the "
+                "model's chat template must write what the processor would add"
+            )
 
     # -- one processor call ------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from vireo import parallel as parallel_module
 from vireo.data.conversation import Conversation, read_rows
 from vireo.data.loader import Plan, StepLoader, StepRows
 from vireo.data.mixture import open_mixture
-from vireo.data.packing import by_kind, by_rows, by_tokens
+from vireo.data.packing import micro_batches
 from vireo.data.ragged import Batch
 from vireo.data.render import Renderer
 from vireo.data.stream import open_stream
@@ -218,14 +218,13 @@ class Sft:
     def _micro_batches(self, item: StepRows) -> list[Batch]:
         """This rank's micro-batches of a step, once every rank knows which rows are refused."""
         self.refused.share(item.refused)
-        budget = self.settings.batch.max_tokens_per_gpu
-        made: list[Batch] = []
-        for examples in by_kind(item.examples, self.family.can_mix):
-            if budget is None:
-                made += by_rows(examples, self.size.chunk)
-            else:
-                made += by_tokens(examples, budget, padded=not self.packing)
-        return made
+        return micro_batches(
+            item.examples,
+            rows=self.size.chunk,
+            budget=self.settings.batch.max_tokens_per_gpu,
+            can_mix=self.family.can_mix,
+            packing=self.packing,
+        )
 
     # -- parts -------------------------------------------------------------------------------
 
