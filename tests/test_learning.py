@@ -14,12 +14,14 @@ from vireo import parallel as parallel_module
 from vireo.data.conversation import read_rows
 from vireo.data.ragged import Batch
 from vireo.evaluation import accuracy, evaluate_files
+from vireo.families import FAMILIES
 from vireo.families.tiny import build
 from vireo.settings import load_settings
 from vireo.trainers import registry
 from vireo.training.checkpoint import checkpoints
 from vireo.training.export import export
 
+VISION = [name for name, family in FAMILIES.items() if family.has_vision]
 WORDS = ["red", "two", "cat", "sun", "box", "map", "ink", "oak"]
 
 
@@ -39,7 +41,7 @@ def write_pictures(folder: Path, order: list[int]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "mllama", "minicpmv4_6"])
+@pytest.mark.parametrize("family", VISION)
 def test_rows_that_differ_only_in_the_picture_are_memorised(family: str, tmp_path: Path) -> None:
     model = build(family, tmp_path / "model", size="test")
     rows = write_pictures(tmp_path / "data", list(range(8)))
@@ -97,6 +99,24 @@ def test_pixels_reach_the_log_probs_and_the_gradients(family: str, tmp_path: Pat
         assert (image_gradient - found[0][1]).abs().max() > 1e-7
     assert torch.equal(same[0], found[0][0])  # the difference is not noise
     assert torch.equal(same[1], found[0][1])
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_every_picture_of_a_row_is_seen(family: str, tmp_path: Path) -> None:
+    """Two same-size pictures swapped change the answer; the pixels of both have a gradient."""
+    model = build(family, tmp_path / "model", size="test")
+    engine, renderer = engine_for(str(model), parallel_module.start(shard=False))
+    found = []
+    for path in two_pictures(tmp_path):
+        example = renderer.example(read_rows(path)[0])
+        pixels = example.fields["pixel_values"].requires_grad_()
+        logprobs, _ = engine.forward(Batch.of([example]))
+        logprobs.sum().backward()
+        assert pixels.grad is not None
+        halves = pixels.grad.chunk(2, dim=renderer.keys["pixel_values"].axis)
+        assert all(half.abs().max() > 1e-7 for half in halves)
+        found.append(logprobs.detach())
+    assert (found[0] - found[1]).abs().max() > 1e-5
 
 
 def observe(engine, example) -> tuple[torch.Tensor, torch.Tensor]:

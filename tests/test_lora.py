@@ -232,10 +232,14 @@ def test_training_goes_on_from_an_exported_adapter(base, rows, tmp_path) -> None
     last = train(base, rows, tmp_path / "first", "--max_steps=2")
     adapter = export(last, tmp_path / "adapter")
     settings = (f"--lora_adapter={adapter}", "--lr=0", "--max_steps=1")
-    again = export(train(base, rows, tmp_path / "second", *settings), tmp_path / "again")
-    one, two = (load_file(p / "adapter_model.safetensors") for p in (adapter, again))
+    other = export(train(base, rows, tmp_path / "second", *settings), tmp_path / "again")
+    one, two = (load_file(p / "adapter_model.safetensors") for p in (adapter, other))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[n], two[n]) for n in one)
+
+    resolved = ["--config", str(tmp_path / "second" / "settings.yaml")]
+    again = load_settings([*resolved, f"--output_dir={tmp_path / 'again-run'}"])
+    assert registry.find(again.trainer)(again) == 0
 
     strange = {n.replace("base_model.model.", "base_model."): v for n, v in one.items()}
     save_file(strange, adapter / "adapter_model.safetensors")

@@ -133,10 +133,11 @@ def lora_of(given: LoraSettings, frozen: frozenset[str]) -> tuple[Lora | None, s
     """The adapters that the settings ask for, and the folder to fill them from, if any."""
     ignores = tuple(given.ignore_modules or ())
     if given.adapter is not None:
-        shape = {"r", "alpha", "dropout", "target_modules", "ignore_modules"}
-        if also := sorted(shape & given.model_fields_set):
+        others = given.model_copy(update={"adapter": None})
+        if others != LoraSettings():
+            also = next(n for n, v in others if v != getattr(LoraSettings(), n))
             raise InputError(
-                f"--lora_adapter gives rank, scale and modules: leave --lora_{also[0]} out"
+                f"--lora_adapter gives rank, scale and modules: leave --lora_{also} out"
             )
         folder = local_folder(given.adapter)
         return read_adapter(folder), folder
