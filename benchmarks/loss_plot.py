@@ -21,7 +21,7 @@ Place = Callable[[float, float], tuple[float, float]]
 
 
 def draw(text: Any, vlm: Any, vlm_as_it_comes: Any, path: Path) -> None:
-    """A PNG of two panels. Each argument has `vireo` (records), `trl.losses` and `differences`."""
+    """A PNG of two panels. Each argument is a `Pair` of trl_loss.py."""
     image = Image.new("RGB", SIZE, "white")
     pen = ImageDraw.Draw(image)
     lines = ((text, None), (vlm, vlm_as_it_comes))
@@ -60,9 +60,10 @@ def differences(pen: ImageDraw.ImageDraw, left: int, pair: Any, other: Any) -> N
     write(pen, (left + 14, limit + 4), "tolerance 1e-4", 22, INK)
     write(pen, (left, top - 38), "difference of the losses, logarithmic", 24, GREY)
     plot_differences(pen, place, pair.differences, APART)
+    write(pen, (left + 340, limit + 8), f"TRL as it comes, {pair.way.label}", 22, APART)
     if other is not None:
         plot_differences(pen, place, other.differences, OTHER)
-        write(pen, (left + 270, top + 82), "TRL as it comes, 2 x 4 rows", 22, OTHER)
+        write(pen, (left + 340, limit - 36), f"TRL as it comes, {other.way.label}", 22, OTHER)
     write(pen, (left, top + height + 48), "optimizer step", 24, GREY)
 
 

@@ -11,6 +11,7 @@ from tests.ranks.cases import engine_for, examples_of, gradients
 from tests.rows import write_rows
 from vireo import parallel as parallel_module
 from vireo.data.packing import by_rows
+from vireo.data.render import Renderer
 from vireo.errors import InputError
 from vireo.families.tiny import build
 from vireo.models.names import named_parameters, part_of
@@ -83,6 +84,18 @@ def test_each_part_has_its_own_rate(base) -> None:
         wanted = 0.5 * rates.get(part_of(name, engine.policy.family) or "", 1e-3)
         # Adam's first step is the rate itself wherever there is a gradient.
         assert moved == pytest.approx(wanted, rel=1e-2), name
+
+
+def test_a_step_without_pictures_leaves_the_tower_alone(base, tmp_path: Path) -> None:
+    engine, batches = engine_of(base)
+    engine.step(batches, 1.0)  # from here on AdamW has a momentum
+    before = {n: w.detach().clone() for n, w in named_parameters(engine.policy.hf)}
+    renderer = Renderer(base[0])
+    texts = by_rows(examples_of(renderer, write_rows(tmp_path / "data", [0, 0])), 2)
+    engine.step(texts, 1.0)
+    for name, weight in named_parameters(engine.policy.hf):
+        still = part_of(name, engine.policy.family) in ("vision", "projector")
+        assert torch.equal(weight, before[name]) == still, name
 
 
 def test_with_every_part_frozen_there_is_nothing_to_train(base) -> None:

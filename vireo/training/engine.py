@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from vireo.data.ragged import IGNORE, Batch
 from vireo.errors import VireoError
-from vireo.models.names import named_parameters
+from vireo.models.names import named_parameters, part_of
 from vireo.models.policy import Policy
 from vireo.parallel import Parallel
 from vireo.training.optimizer import set_rate
@@ -86,6 +86,8 @@ class TrainEngine:
             ]
         )
         loss_sum = self.accumulate(micro_batches, weight)
+        if images == 0:
+            self._forget_blank_pictures()
         norm = self.clip()
         loss = self.parallel.sum([loss_sum])[0] / max(weight, 1e-12)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -98,6 +100,13 @@ class TrainEngine:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return StepResult(loss, norm, int(rows), int(tokens), int(supervised), int(images))
+
+    def _forget_blank_pictures(self) -> None:
+        """No gradient, rather than one of zeros, where a step had no picture on any rank: AdamW
+        would go on moving the tower by its momentum, which the model alone does not."""
+        for name, parameter in named_parameters(self.policy.hf):
+            if part_of(name, self.policy.family) in ("vision", "projector"):
+                parameter.grad = None
 
     def in_step(self, micro_batches: Sequence[Batch]) -> list[tuple[Batch, bool, bool]]:
         """(micro-batch, whether it counts, whether to reduce), in every rank's order; collective.
