@@ -22,7 +22,7 @@ import pytest
 from tests.launch import ROOT, environment
 
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-SLOW = {"README.md", "docs/training.md", "docs/data-tools.md"}  # about half of all the time
+SLOW = {"README.md", *(f"docs/{name}.md" for name in ("training", "data-tools", "settings"))}
 LIMIT_S = 300  # of one block, on a machine that has other work
 COMMAND = re.compile(r"\s*(?:\$ )?(?:vireo|torchrun|python|pip|make|hf|git) ")
 # What the commands on the pages mean: this checkout, with the interpreter of the tests.

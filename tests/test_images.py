@@ -119,6 +119,14 @@ def test_big_endian_16_bit_image():
     assert near(load_image(image), gray(ramp(65535) / 257), 1)
 
 
+def test_pil_images_of_32_bits_need_a_white():
+    """Of the numbers 0 to 255 in 32 bits no one knows whether they are dark or 8-bit gray."""
+    assert near(load_image(Image.fromarray(ramp(65535, np.int32))), gray(ramp(65535) / 257), 1)
+    assert refused(Image.fromarray(ramp(255, np.int32))).reason == "unsupported_mode"
+    dark = b"P5 64 4 65535\n" + ramp(255).astype(">u2").tobytes()
+    assert near(load_image(dark), gray(ramp(255) / 257), 1)
+
+
 def test_12_bit_tiff_reaches_white():
     pairs = [(0, 4095), (2048, 1024)]
     row = b"".join(bytes([a >> 4, (a & 15) << 4 | b >> 8, b & 255]) for a, b in pairs)
@@ -134,10 +142,20 @@ def test_12_bit_tiff_reaches_white():
         encoded(Image.fromarray(ramp(2_000_000, np.int32)), "TIFF"),
         encoded(Image.fromarray(ramp(1000, np.int32) - 500), "TIFF"),
         tiff((16,), ramp(4095).tobytes(), 64, 4, t262=1, t339=2),
+        tiff((8,), bytes(256), 64, 4, t262=1, t339=2),
         tiff((16, 16), ramp(4095).repeat(2).tobytes(), 64, 4, t262=1),
         b"Pf\n64 4\n-1.0\n" + ramp(1, np.float32).tobytes(),
     ],
-    ids=["float", "32 bits of 255", "beyond 16 bits", "negative", "signed 16", "2 samples", "pfm"],
+    ids=[
+        "float",
+        "32 bits of 255",
+        "beyond 16 bits",
+        "negative",
+        "signed 16",
+        "signed 8",
+        "2 samples",
+        "pfm",
+    ],
 )
 def test_pixels_of_unknown_white_are_refused(data):
     assert refused(data).reason == "unsupported_mode"
@@ -194,6 +212,12 @@ def test_palette_transparency_is_white(alphas):
     assert near(got, gray([[10, middle, 30 if len(alphas) == 2 else 255]]), 1)
 
 
+def test_a_palette_picture_without_a_palette_is_corrupt():
+    """Its indices say nothing; Pillow would draw it black."""
+    assert refused(raw_png(8, 3, [b"\0\1"], 2)).reason == "corrupt"
+    assert refused(Image.new("P", (2, 1))).reason == "corrupt"
+
+
 def test_palette_with_alpha_of_its_own():
     image = Image.new("P", (2, 1))
     image.putpalette([10, 20, 30, 255, 40, 50, 60, 0], "RGBA")
@@ -220,6 +244,17 @@ def test_cmyk_of_adobe_and_of_others():
     assert near(load_image(encoded(image, "TIFF")), np.round(wanted), 2)
 
 
+def test_ycck_of_adobe():
+    """As CMYK, but its first three planes are the YCbCr of 255 - ink, turned over."""
+    image, wanted = cmyk()
+    inks = np.asarray(image)
+    planes = Image.fromarray(inks[..., :3]).convert("YCbCr")
+    stored = np.concatenate([np.asarray(planes), 255 - inks[..., 3:]], axis=-1)
+    data = bytearray(encoded(Image.fromarray(255 - stored, "CMYK"), "JPEG", **FINE))
+    data[data.index(b"Adobe") + 11] = 2  # the colour transform
+    assert near(load_image(bytes(data)), np.round(wanted), 12)
+
+
 def test_other_colour_spaces():
     ycc = np.asarray(scene().convert("YCbCr"))
     assert near(load_image(tiff((8, 8, 8), ycc.tobytes(), 24, 16, t262=6)), scene(), 3)
@@ -238,6 +273,38 @@ def test_the_first_frame_counts(kind):
     options = {"lossless": True} if kind == "WEBP" else {}
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
     assert near(load_image(data), frames[0], 4)
+
+
+def animated_webp(frame: Image.Image, x: int, y: int) -> bytes:
+    """One frame at a place on a transparent canvas of 16 x 16, whose background is said blue."""
+    still = encoded(frame, "WEBP", lossless=True)
+    start = still.index(b"VP8L")
+    pixels = still[start : start + 8 + int.from_bytes(still[start + 4 : start + 8], "little")]
+    numbers = (x // 2, y // 2, frame.width - 1, frame.height - 1, 100)
+    shown = b"".join(n.to_bytes(3, "little") for n in numbers) + b"\0" + pixels
+    shown += b"\0" * (len(shown) % 2)
+    body = b"WEBPVP8X" + struct.pack("<IB", 10, 0x12) + bytes(3) + (15).to_bytes(3, "little") * 2
+    body += b"ANIM" + struct.pack("<IIH", 6, 0xFFFF0000, 0)
+    body += (b"ANMF" + struct.pack("<I", len(shown)) + shown) * 2
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def test_a_webp_frame_smaller_than_its_canvas_lies_on_white():
+    wanted = np.full((16, 16, 3), 255)
+    wanted[4:8, 2:6] = [255, 0, 0]
+    assert near(load_image(animated_webp(Image.new("RGBA", (4, 4), "red"), 2, 4)), wanted)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG"])
+@pytest.mark.parametrize("disposal", [0, 1, 2])
+def test_a_transparent_first_frame_lies_on_white(kind, disposal):
+    first = Image.new("RGBA", (8, 8))
+    first.paste((255, 0, 0, 255), (2, 2, 4, 4))
+    later = [Image.new("RGBA", (8, 8), "lime")]
+    data = encoded(first, kind, save_all=True, append_images=later, disposal=disposal)
+    wanted = np.full((8, 8, 3), 255)
+    wanted[2:4, 2:4] = [255, 0, 0]
+    assert near(load_image(data), wanted)
 
 
 def test_a_gif_frame_smaller_than_its_canvas_lies_on_white():

@@ -189,7 +189,7 @@ def test_ten_kills_change_nothing(base: Path, start) -> None:
 
 
 def every_row_once_an_epoch(run: Path) -> bool:
-    epochs = [Counter() for _ in range(EPOCHS)]
+    epochs: list[Counter[str]] = [Counter() for _ in range(EPOCHS)]
     for rank in range(2):
         steps: dict[int, list[str]] = {}
         for line in (run / f"rows-{rank}.jsonl").read_text().splitlines():

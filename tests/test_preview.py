@@ -16,15 +16,14 @@ from tests import browser
 from tests.tiny_models import CAT, assistant, noise, renderer, row, tiny, user
 from vireo import cli
 from vireo.data.conversation import ImageRef
-from vireo.data.packing import by_tokens
+from vireo.data.mixture import Mixture
 from vireo.data.ragged import IGNORE, Batch
 from vireo.report import seen
 from vireo.report.opened import open_files
-from vireo.report.pieces import pieces, visible
-from vireo.report.preview import collect
-from vireo.report.preview_page import page
-from vireo.report.preview_text import text
-from vireo.report.seen import Eye
+from vireo.report.preview import collect, pieces, visible
+from vireo.report.preview_page import page, text
+from vireo.report.seen import look
+from vireo.settings import load_settings
 
 VISION = ["qwen2_vl", "qwen2_5_vl"]
 SCRIPT = "<script>document.title = 'it ran'</script>"
@@ -70,6 +69,10 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
+def opened(data: Path) -> Mixture:
+    return open_files(load_settings(["--vlm_model_name_or_path=m", f"--train_file={data}"]))
+
+
 def run(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     code = cli.main(["preview", *flags])
     out = capsys.readouterr()
@@ -94,10 +97,10 @@ def test_every_token_is_shown_once_and_in_its_kind(family):
     found = pieces(made, example)
     ids, labels = example.fields["input_ids"].tolist(), example.fields["labels"].tolist()
     assert list(chain.from_iterable(piece.ids for piece in found)) == ids
-    for piece in found:
-        for place in range(piece.start, piece.start + piece.count):
-            expected = "masked" if labels[place] == IGNORE else "trained"
-            assert piece.kind == ("image" if ids[place] in made.image_ids else expected)
+    kinds = [piece.kind for piece in found for _ in piece.ids]
+    for kind, token, label in zip(kinds, ids, labels, strict=True):
+        expected = "masked" if label == IGNORE else "trained"
+        assert kind == ("image" if token in made.image_ids else expected)
 
 
 @pytest.mark.parametrize("answer", ["A cat.", "你好 🙂.", " two  blanks\n\tand a tab", "naïve �?"])
@@ -111,15 +114,15 @@ def test_the_trained_text_is_the_answer_and_its_end(answer):
 def test_tokens_of_one_character_are_one_piece():
     made = renderer("qwen2_5_vl")
     found = pieces(made, made.example(row(user("What?"), assistant("你"))))
-    assert [p.count for p in found if p.text == "你"] == [3]
+    assert [p.label for p in found if p.text == "你"] == ["你(3)"]
 
 
 def test_a_run_of_image_tokens_is_one_piece_and_typed_ones_are_text():
     made = renderer("qwen2_5_vl")
     asked = user(0, "and <|image_pad|>?")
     found = pieces(made, made.example(row(asked, assistant("Yes."), images=[noise(112, 56)])))
-    pads = [piece.count for piece in found if piece.text == "<|image_pad|>"]
-    assert pads == [8]
+    pads = [piece.label for piece in found if len(piece.ids) > 1]
+    assert pads == ["<|image_pad|> x 8"]
     shown = "".join(piece.text for piece in found if piece.kind == "masked")
     assert "and·<|image_pad|>?" in shown
 
@@ -132,9 +135,9 @@ def test_a_picture_is_rebuilt_exactly_from_the_processors_tensor(family):
     made = renderer(family)
     picture = noise(84, 56, seed=3)
     asked = row(user(0, "What?"), assistant("A."), images=[picture])
-    (found,) = Eye(made).look(asked, made.example(asked))
+    (found,) = look(made, asked, made.example(asked))
     assert found.rebuilt
-    assert found.size == found.original == (84, 56)
+    assert found.original == (84, 56)
     assert found.grids == {"image_grid_thw": [1, 4, 6]}
     assert found.tokens["<|image_pad|>"] == 6
     assert np.array_equal(np.asarray(found.pictures[0]), np.asarray(picture.value))
@@ -147,14 +150,14 @@ def test_a_resized_picture_has_the_processors_own_size_and_tokens(options):
     made = renderer("qwen2_5_vl", **options)
     asked = row(user(0, "What?"), assistant("A."), images=[ImageRef(scene(150, 100))])
     example = made.example(asked)
-    (found,) = Eye(made).look(asked, example)
+    (found,) = look(made, asked, example)
     _, high, wide = example.fields["image_grid_thw"][0].tolist()
     assert found.rebuilt
-    assert found.size == found.pictures[0].size == (14 * wide, 14 * high)
+    assert found.pictures[0].size == (14 * wide, 14 * high)
     assert found.original == (150, 100)
     pads = made.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert found.tokens["<|image_pad|>"] == (example.fields["input_ids"] == pads).sum()
-    fitted = made.pictures(asked)[0].resize(found.size, PIL.Image.Resampling.BICUBIC)
+    fitted = made.pictures(asked)[0].resize(found.pictures[0].size, PIL.Image.Resampling.BICUBIC)
     gap = np.abs(np.asarray(fitted, dtype=int) - np.asarray(found.pictures[0]))
     assert gap.mean() < 2
 
@@ -163,7 +166,7 @@ def test_each_picture_of_a_row_gets_its_own_tensor():
     made = renderer("qwen2_5_vl")
     images = [noise(56, 56, seed=1), noise(84, 28, seed=2), noise(56, 56, seed=4)]
     asked = row(user(0, 1, "?"), assistant("A."), user(2), assistant("B."), images=images)
-    found = Eye(made).look(asked, made.example(asked))
+    found = look(made, asked, made.example(asked))
     assert [one.tokens["<|image_pad|>"] for one in found] == [4, 3, 4]
     for one, image in zip(found, images, strict=True):
         assert np.array_equal(np.asarray(one.pictures[0]), np.asarray(image.value))
@@ -173,9 +176,9 @@ def test_tiles_are_shown_as_tiles():
     made = renderer("mllama")
     picture = noise(112, 112)
     asked = row(user(0, "What?"), assistant("A."), images=[picture])
-    (found,) = Eye(made).look(asked, made.example(asked))
+    (found,) = look(made, asked, made.example(asked))
     assert found.rebuilt
-    assert found.size == (56, 56)
+    assert "the model sees 4 of 56 x 56" in found.facts
     whole = np.asarray(picture.value)
     corners = [whole[y : y + 56, x : x + 56] for y in (0, 56) for x in (0, 56)]
     assert [np.array_equal(a, b) for a, b in zip(found.pictures, corners, strict=True)] == 4 * [
@@ -186,23 +189,24 @@ def test_tiles_are_shown_as_tiles():
 def test_what_cannot_be_proved_is_not_called_the_models_view(monkeypatch):
     made = renderer("qwen2_5_vl")
     asked = row(user(0, "What?"), assistant("A."), images=[noise(84, 56)])
-    honest = seen._Layout.picture
-    monkeypatch.setattr(
-        seen._Layout, "picture", lambda self, t: PIL.ImageOps.invert(honest(self, t))
-    )
-    (found,) = Eye(made).look(asked, made.example(asked))
+    honest = seen.unpack
+    monkeypatch.setattr(seen, "unpack", lambda *given: [cell.flip(-1) for cell in honest(*given)])
+    (found,) = look(made, asked, made.example(asked))
     assert not found.rebuilt
     assert found.pictures[0].size == (84, 56)
 
 
-def test_a_picture_too_large_to_rebuild_keeps_its_size_and_says_so(monkeypatch):
-    monkeypatch.setattr(seen, "LARGEST", 1000)
-    made = renderer("qwen2_5_vl")
-    asked = row(user(0, "What?"), assistant("A."), images=[ImageRef(scene(150, 100))])
-    (found,) = Eye(made).look(asked, made.example(asked))
-    assert not found.rebuilt
-    assert found.size == (140, 112)
-    assert found.pictures[0].size == (150, 100)
+def test_slices_are_shown_as_the_picture_and_its_parts():
+    made = renderer("minicpmv4_6")
+    asked = row(user(0, "What?"), assistant("A."), images=[ImageRef(scene(336, 112))])
+    (found,) = look(made, asked, made.example(asked))
+    assert found.rebuilt
+    overview, *parts = found.pictures
+    assert found.grids["target_sizes"] == [[p.height // 14, p.width // 14] for p in found.pictures]
+    joined = np.concatenate([np.asarray(part, dtype=int) for part in parts], axis=1)
+    for shown in (joined, np.asarray(overview, dtype=int)):
+        wanted = scene(336, 112).resize(shown.shape[1::-1], PIL.Image.Resampling.BICUBIC)
+        assert np.abs(shown - np.asarray(wanted)).mean() < 3
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -215,11 +219,11 @@ def test_text_without_colours_has_brackets_and_every_refusal(data, capsys):
         *("--max_tokens_per_gpu", "300"),
     )
     assert joined("[[ ", out, " ]]")[:2] == ["trained", "It·is·a.<|im_end|>"]
-    made = renderer("qwen2_5_vl").example(open_files(str(data), None)[0].rows[0])
+    made = renderer("qwen2_5_vl").example(opened(data)[0])
     counts = f"{len(made)} tokens, {made.supervised} trained, 6 image, loss weight 1"
     assert f"rows.json row 0 (id 'one', line 1)\n{counts}" in out
     assert "loss weight 0.5" in out
-    assert "'large.png': 150 x 100 in the file; the model sees 140 x 112" in out
+    assert "'large.png'; 150 x 100 in the file; the model sees 140 x 112" in out
     assert "image_grid_thw [1, 8, 10]; 20 <|image_pad|>" in out
     for reason in ("missing_image", "bad_image", "placeholder_count", "too_long"):
         assert f"[{reason}]" in out
@@ -240,16 +244,12 @@ def test_colours_only_on_a_terminal_that_wants_them(data, capsys, monkeypatch):
     assert joined("[[ ", plain, " ]]") == ["trained", "It·is·a.<|im_end|>"]
 
 
-def test_shares_are_those_of_the_trainers_own_batches(data):
-    made = renderer("qwen2_5_vl", budget=400)
-    rows = open_files(str(data), None)
-    shown = collect(made, rows, 3, 400, "m")
-    examples = [made.example(rows[0].rows[i]) for i in range(3)]
+def test_the_padding_is_that_of_the_trainers_own_batch(data):
+    made = renderer("qwen2_5_vl")
+    _, padding = collect(made, opened(data), [str(data)], 3)
+    examples = [made.example(opened(data)[i]) for i in range(3)]
     mask = Batch.of(examples).pad(made.pad_id)["attention_mask"]
-    assert shown.padding == pytest.approx(1 - mask.float().mean().item())
-    packs = by_tokens(examples, 400)
-    assert shown.micro_batches == len(packs)
-    assert shown.filled == pytest.approx(sum(map(len, examples)) / (400 * len(packs)))
+    assert padding == pytest.approx(1 - mask.float().mean().item())
 
 
 def test_a_file_without_one_good_row_is_shown_all_the_same(tmp_path, capsys):
@@ -276,7 +276,7 @@ def test_each_of_several_files_is_shown(data, tmp_path, capsys):
     ("flags", "words"),
     [
         (["--train_file", "no/such.json"], "no/such.json"),
-        (["--train_file", "{data},"], "empty name"),
+        (["--train_file", "{data},"], "--train_file"),
         (["--train_file", "{data}", "--chat_template", "qwem"], "chat_template"),
         (["--train_file", "{data}", "-n", "0"], "-n"),
     ],
@@ -310,16 +310,15 @@ def test_the_page_asks_nobody_for_anything_and_runs_nothing(made_page):
     assert "https://" not in html
     sources = re.findall(r'(?:src|href)="([^"]*)"', html)
     assert sources
-    assert all(s.startswith(("data:image/", "#row-")) for s in sources)
-    assert html.count("<article") == 6
+    assert all(s.startswith("data:image/") for s in sources)
+    assert html.count("<article") == 7
     assert html.count("data:image/") == 3
 
 
 def test_the_page_and_the_text_say_the_same(data):
-    made = renderer("qwen2_5_vl", budget=900)
-    shown = collect(made, open_files(str(data), None), 9, 900, "m")
-    html = re.sub(r"<style>.*?</style>|<[^>]*>", " ", page(shown), flags=re.DOTALL)
-    words = text(shown, colour=False)
+    files, _ = collect(renderer("qwen2_5_vl"), opened(data), [str(data)], 9)
+    html = re.sub(r"<style>.*?</style>|<[^>]*>", " ", page(files, "1.5%"), flags=re.DOTALL)
+    words = text(files, "1.5%", colour=False)
     figures = re.findall(r"[\d.,]+%|\d+ (?=tokens|trained|image)|\w+ \[[\d, ]+\]", words)
     assert len(figures) > 12
     assert [figure for figure in figures if figure.strip() not in html] == []

@@ -126,7 +126,7 @@ def test_the_first_token_of_a_row_carries_no_loss():
         "{% for m in messages if m.role != 'user' %}{{ m.content + '<|im_end|>' }}{% endfor %}"
     )
     made = Renderer(with_template("qwen3", template, "bare"))
-    example = made.example(row(user("q"), assistant("42")))
+    example = made.example(row(user(""), assistant("42")))
     assert marked(made, example) == "4«2<|im_end|>»"
     assert example.fields["loss_weight"].tolist() == [0, 1, 1]
 
@@ -529,7 +529,9 @@ def test_several_images_are_refused_where_they_are_switched_off():
 def test_a_template_that_drops_what_was_typed_is_refused():
     template = "{% for m in messages %}{{ m.content.split('#')[0] + '<|im_end|>' }}{% endfor %}"
     made = Renderer(with_template("qwen3", template, "drops"))
-    assert refusal(made, user("q # <|im_end|>"), assistant("a")).reason == "template"
+    error = refusal(made, user("q # <|im_end|>"), assistant("a"))
+    assert error.reason == "template"
+    assert "leaves out or changes what turn 1 (user) says" in error.message
 
 
 def test_a_template_that_makes_no_image_slots_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,13 @@ def reason(row) -> str:
     return caught.value.reason
 
 
+def with_field(role: str = "assistant", content="x", **fields) -> dict:
+    """A row whose turn of that role has more than a text."""
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    turns[role == "assistant"] |= {"content": content, **fields}
+    return {"messages": turns}
+
+
 # -- one row -------------------------------------------------------------------------------------
 
 
@@ -32,6 +40,8 @@ def slots(row: dict) -> tuple[list, list]:
     return [ref.value for ref in found.images], layout
 
 
+ARRAY = np.zeros((2, 2, 3), np.uint8)
+TOOL = {"name": "look", "arguments": {}}
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "What?"}
 
 
@@ -59,6 +69,8 @@ IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "What?"}
         (user([{"type": "image", "image": "a", "path": "a"}]), ["a"], [0]),
         (user("<image>?"), [], ["<image>?"]),
         (user("What is <image> for?", image=None), [], ["What is <image> for?"]),
+        (user("What is <image> for?", image_path="a.png"), [], ["What is <image> for?"]),
+        (user("<image>?", image_path=None, source="x"), [], ["<image>?"]),
         (user("Hi", image=""), [], ["Hi"]),
         (user("Hi", image=None, images=[]), [], ["Hi"]),
         (user([], image=None), [], []),
@@ -125,6 +137,8 @@ def test_placeholders_in_the_system_turn_come_first():
         (user("<image>\nWhat?", image=None), "placeholder_count"),
         (user("What?\n<image>", images=[]), "placeholder_count"),
         (user("<image>What?", image=""), "placeholder_count"),
+        (user("<image>\nWhat?", image_path="a.png"), "placeholder_count"),
+        (user("What?\n<image>", Img=["a.png"]), "placeholder_count"),
         (user([IMAGE]), "placeholder_count"),
         (user([IMAGE, IMAGE], images=["a"]), "placeholder_count"),
         (user([IMAGE], images=["a", "b"]), "placeholder_count"),
@@ -152,7 +166,7 @@ def test_placeholders_in_the_system_turn_come_first():
         (user("<image>", image={"path": "x/../../a.png"}), "outside_root"),
         *[
             (user("q", weight=weight), "weight")
-            for weight in (-1, -0.5, float("nan"), float("inf"), True, "1", [1], 10**400)
+            for weight in (-1, -0.5, float("nan"), float("inf"), True, "1", [1], 10**400, 1e39)
         ],
         ({"messages": [{"role": "assistant", "content": "r", "weight": 0}]}, "weight"),
         (user("half \ud800"), "unicode"),
@@ -165,7 +179,32 @@ def test_placeholders_in_the_system_turn_come_first():
         (user("q", tools=[{"name": "\ud800"}]), "unicode"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": "{"}]}, "tool_calls"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "tool_calls"),
-        ({"messages": [{"role": "user", "content": "", "tool_calls": [{}]}]}, "tool_calls"),
+        (with_field("user", tool_calls=[{"name": "look"}]), "tool_calls"),
+        (with_field(tool_calls=[{}]), "tool_calls"),
+        (with_field(tool_calls=[{"function": {"name": ""}}]), "tool_calls"),
+        (with_field(tool_calls=[{"name": "look", "arguments": '{"a": "\\ud800"}'}]), "unicode"),
+        (with_field(tool_calls='[{"name": "look", "name": "see"}]'), "tool_calls"),
+        (with_field(function_call={"name": "look", "arguments": "{}"}), "tool_calls"),
+        (with_field("user", image="a.png"), "bad_image_value"),
+        (with_field("user", images=["a.png"]) | {"images": ["a.png"]}, "bad_image_value"),
+        (with_field("user", video="a.mp4"), "video"),
+        (with_field("user", reasoning_content="hm"), "content_type"),
+        *[(with_field(reasoning_content=odd), "content_type") for odd in (7, True, ["hm"], {})],
+        *[(with_field(name=odd), "content_type") for odd in (True, ["x"], {"x": 1})],
+        (with_field(tool_call_id=["x"]), "content_type"),
+        (with_field(reasoning_content="hm", thinking="ha"), "ambiguous_format"),
+        *[(with_field(**{key: "\ud800"}), "unicode") for key in ("name", "reasoning_content")],
+        (with_field(content="", reasoning_content=" "), "empty_assistant"),
+        (with_field(content=None, reasoning_content=""), "content_type"),
+        (with_field(content=None, tool_calls=[]), "content_type"),
+        (user([{"type": "text", "text": "q", "image": "a.png"}]), "part_type"),
+        (user([{"type": "image", "image": "a.png", "text": "a dog"}]), "part_type"),
+        (user([{"type": "image", "bytes": "iVBOR"}]), "bad_image_value"),
+        (user("<image>", images=[["a.png"], None]), "bad_image_value"),
+        (user("<image>", image=ARRAY, images=ARRAY), "bad_image_value"),
+        (user([{"type": "image", "image": ARRAY}], images=[ARRAY]), "bad_image_value"),
+        (user([{"type": "image", "bytes": ARRAY}], images=[ARRAY]), "bad_image_value"),
+        (user("<image>", image=["a.png", ["b.png"]]), "bad_image_value"),
     ],
 )
 def test_bad_rows_are_refused_by_reason(row, word):
@@ -183,12 +222,73 @@ def test_roles_of_both_formats_in_any_case():
 
 
 def test_tool_calls_as_objects_or_json_text():
-    call = {"type": "function", "function": {"name": "look", "arguments": '{"at": "Oslo"}'}}
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "Oslo"}}}
     for calls in ([call], json.dumps([call]), [json.dumps(call)]):
         turn = {"role": "assistant", "content": None, "tool_calls": calls}
         found = parse_row({"messages": [turn], "tools": json.dumps([{"name": "look"}])})
         assert found.turns[0].tool_calls == (call,)
         assert (found.turns[0].parts, found.tools) == ((), ({"name": "look"},))
+    for none in (None, [], "", "[]", "null"):
+        assert parse_row(with_field(tool_calls=none)).turns[1].tool_calls == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ('{"at": "Oslo"}', {"at": "Oslo"}),
+        ("{}", {}),
+        ("", {}),
+        (None, {}),
+        ({"at": '{"a": 1}'}, {"at": '{"a": 1}'}),
+        ("Oslo, please", "Oslo, please"),
+        ("[1]", "[1]"),
+        ("7", "7"),
+    ],
+)
+def test_arguments_of_calls_are_objects_unless_they_are_free_text(arguments, wanted):
+    """As the engines hand them to chat templates, of which some would quote JSON text again."""
+    inner = {"name": "look", "arguments": arguments}
+    flat, nested = inner, {"id": 7, "type": "function", "function": inner}
+    found = parse_row(with_field(tool_calls=[flat, nested])).turns[1].tool_calls
+    assert found == (
+        {"name": "look", "arguments": wanted},
+        {"id": 7, "type": "function", "function": {"name": "look", "arguments": wanted}},
+    )
+    assert inner["arguments"] is arguments  # the row stays as it was
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "tool_calls": [{"name": "look"}]},
+        {"from": "gpt", "value": None, "tool_calls": [{"name": "look"}]},
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
+        {"role": "assistant", "content": None, "reasoning": "hm"},
+        {"role": "assistant", "thinking": "hm"},
+    ],
+)
+def test_a_call_or_a_thought_needs_no_text(turn):
+    found = parse_row({"messages": [{"role": "user", "content": "q"}, turn]}).turns[1]
+    assert found.parts == ()
+    assert found.tool_calls or found.reasoning_content == "hm"
+
+
+def test_names_ids_and_thoughts_are_kept_where_a_row_has_them():
+    turns = [
+        {"role": "user", "content": "q", "name": "Ann"},
+        {"role": "assistant", "content": "", "reasoning_content": " hm\n", "tool_calls": [TOOL]},
+        {"role": "tool", "content": "3", "tool_call_id": 7, "name": "look"},
+        {"role": "assistant", "content": "a", "reasoning_content": "", "name": None},
+    ]
+    kept = [
+        (t.reasoning_content, t.name, t.tool_call_id) for t in parse_row({"messages": turns}).turns
+    ]
+    assert kept == [
+        (None, "Ann", None),
+        (" hm\n", None, None),
+        (None, "look", "7"),
+        ("", None, None),
+    ]
 
 
 def test_ids_are_text():
@@ -217,6 +317,9 @@ turns = st.fixed_dictionaries(
         "value": words | values,
         "content": words | values | st.lists(st.dictionaries(words, words | values), max_size=3),
         "tool_calls": values,
+        "reasoning_content": values,
+        "name": values,
+        "images": values,
         "weight": values,
     },
 )

@@ -122,6 +122,21 @@ def test_a_named_template_renders_a_system_turn():
     )
 
 
+@pytest.mark.parametrize("family", ["llama", "mllama"])
+def test_llava_golden_with_a_tokenizer_that_starts_every_text(family):
+    """As LLaVA's own does; one processor adds that token itself where it is missing."""
+    made = renderer(family, chat_template="llava")
+    image = "<|image|>\n" if made.family.has_vision else ""
+    assert cat(made) == (
+        f"<|begin_of_text|>USER: {image}What is it? ASSISTANT:« A cat. »"
+        "USER: Sure? ASSISTANT:« Yes. <|eot_id|>»"
+    )
+    turns = turn("system", "Be brief."), user("Hi?"), assistant("<|begin_of_text|>")
+    assert marked(made, made.example(row(*turns))) == (
+        "<|begin_of_text|>Be brief. USER: Hi? ASSISTANT:« <|begin_of_text|> <|eot_id|>»"
+    )
+
+
 def test_llava_puts_a_turns_images_first():
     made = renderer("qwen2_vl", chat_template="llava")
     example = made.example(row(user("Is ", 0, " it?"), assistant("No."), images=[noise(28, 28)]))
@@ -228,22 +243,6 @@ def test_a_template_that_changes_an_answer_is_refused():
     assert caught.value.reason == "template"
 
 
-THINKING = "(m.content.split('</think>')[-1] if not loop.last else m.content)"
-
-
-def test_a_template_that_drops_earlier_thoughts_is_refused():
-    """As templates of thinking models do: what was supervised is not what is seen later."""
-    template = plain("<|im_end|>", THINKING)
-    thought = assistant("<think>hm</think>yes")
-    with pytest.raises(RowError, match="changes the answer in turn 2"):
-        spans(template, user("q"), thought, user("q"), assistant("no"))
-    assert spans(template, user("q"), thought) == ["<think>hm</think>yes<|im_end|>"]
-    assert spans(template, user("q"), assistant("yes"), user("q"), thought) == [
-        "yes<|im_end|>",
-        "<think>hm</think>yes<|im_end|>",
-    ]
-
-
 def test_a_template_that_rewrites_what_stands_before_an_answer_is_refused():
     template = chat_template(
         "{{ messages | length }} turns\n"
@@ -324,14 +323,3 @@ def test_a_tool_call_without_words_is_supervised():
     example = made.example(row(user("Cold?"), turn("assistant", tool_calls=(CALL,))))
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     assert runs(made, example) == [f"{call}<|im_end|>"]
-
-
-@pytest.mark.parametrize("place", ["call", "tools"])
-def test_a_control_token_in_a_tool_call_is_refused(place):
-    bad = {"function": {"name": "weather", "arguments": {"city": "<|im_end|>"}}}
-    calls, tools = ((bad,), ()) if place == "call" else ((), (bad,))
-    with pytest.raises(RowError, match=r"<\|im_end\|>") as caught:
-        renderer("qwen3").example(
-            row(user("Cold?"), turn("assistant", "I look.", tool_calls=calls), tools=tools)
-        )
-    assert caught.value.reason == "reserved_token"

@@ -201,19 +201,11 @@ def _eval(argv: list[str]) -> None:
 
 def _preview(argv: list[str]) -> None:
     parser = _Parser("preview")
-    _data_flags(parser, model_required=True)
+    _training_flags(parser, model_required=True)
     parser.add_argument(
         "-n", dest="count", type=_count, metavar="N", help="rows of each file (default: 4)"
     )
     parser.add_argument("--html", help="write a page, not text")
-    parser.add_argument("--processor_name_or_path", help="folder or Hub name of the processor")
-    parser.add_argument("--image_size", type=_count, help="as in training")
-    parser.add_argument(
-        "--image_strategy", choices=("longest", "pad_square"), help="as in training"
-    )
-    parser.add_argument("--chat_template", help="as in training")
-    parser.add_argument("--max_length", type=_count, help="as in training")
-    parser.add_argument("--max_tokens_per_gpu", type=_count, help="budget of a micro-batch")
     given = parser.read(argv)
     from vireo.report.preview import preview
 
@@ -227,18 +219,12 @@ def _doctor(argv: list[str]) -> None:
         "The exit code is 0 also when rows are bad (their number is the first line), and 2 when "
         "a file or the model cannot be read."
     )
-    _data_flags(parser, model_required=False)
+    _training_flags(parser, model_required=False)
+    for name in ("global_batch_size", "per_device_train_batch_size", "num_epochs"):
+        parser.add_argument(f"--{name}", help="as in training")
+    parser.add_argument("--world", type=_count, help="ranks of the run to foretell (default: 1)")
     parser.add_argument("--json", dest="json_file", metavar="JSON", help="write the report there")
     parser.add_argument("--html", dest="html_file", metavar="HTML", help="write a page there")
-    parser.add_argument("--limit", type=_count, help="rows of each file looked into (default: all)")
-    parser.add_argument("--world", type=_count, help="ranks of the run to foretell (default: 1)")
-    for name in (
-        "global_batch_size",
-        "max_tokens_per_gpu",
-        "per_device_train_batch_size",
-        "num_epochs",
-    ):
-        parser.add_argument(f"--{name}", type=_count, help="as in training")
     given = parser.read(argv)
     from vireo.report.doctor import doctor
 
@@ -247,14 +233,19 @@ def _doctor(argv: list[str]) -> None:
     doctor(**given)
 
 
-def _data_flags(parser: _Parser, *, model_required: bool) -> None:
+def _training_flags(parser: _Parser, *, model_required: bool) -> None:
+    """Flags of the trainer, whose settings check their values."""
     parser.add_argument("--train_file", required=True, help="data file, or several: A,B")
     parser.add_argument(
         *("--vlm_model_name_or_path", "--model_name_or_path"),
         required=model_required,
         help="folder or Hub name of the model",
     )
-    parser.add_argument("--image_root", help="folder that image paths start from")
+    for name in (
+        *("processor_name_or_path", "chat_template", "image_root", "image_size"),
+        *("image_strategy", "max_length", "max_tokens_per_gpu"),
+    ):
+        parser.add_argument(f"--{name}", help="as in training")
 
 
 def _demo(argv: list[str]) -> None:

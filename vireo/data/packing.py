@@ -32,6 +32,12 @@ def micro_batches(
     return made
 
 
+def padding_share(batches: Sequence[Batch]) -> float:
+    """Share of the cells of padded micro-batches that is padding, 0 to 1."""
+    cells = sum(len(batch) * max(batch.lengths) for batch in batches)
+    return 1 - sum(batch.tokens for batch in batches) / cells if cells else 0.0
+
+
 def by_kind(examples: Sequence[Example], can_mix: bool) -> list[Sequence[Example]]:
     """Rows that may share a micro-batch: all, or those with as many images."""
     if can_mix:

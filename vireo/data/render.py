@@ -116,7 +116,7 @@ class Renderer:
 
         turn = Turn("user", (Text("."),))
         blank = Pil.new("RGB", (8, 8), "white")
-        text = self.template.render([turn]) + (self.family.placeholder or "")
+        text = self.template.render([turn], prompt=True) + (self.family.placeholder or "")
         out = self._call(text, [blank])
         return {
             n: out[n] for n, key in self.family.keys.items() if key.kind != "token" and n in out
@@ -150,7 +150,7 @@ class Renderer:
 
     def _check_processor(self) -> None:
         """Raises InputError where the processor adds to a text, as some put a start before it."""
-        text = self.template.render([Turn("user", (Text("."),))])
+        text = self.template.render([Turn("user", (Text("."),))], prompt=True)
         short, full = self._tokenize(text)["input_ids"], self._call(text, [])["input_ids"][0]
         if short != full.tolist():
             raise InputError(

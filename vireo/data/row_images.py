@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from vireo.errors import RowError
 
 PLACEHOLDER = "<image>"
 IMAGE_KEYS = ("images", "image")
+_LIKE_IMAGES = re.compile("image|img|picture|photo", re.IGNORECASE)
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
@@ -49,9 +51,8 @@ def place_images(drafts: list[Draft], row: dict) -> list[Any]:
             slot.value = value
         return [slot.value for slot in slots]
     if not column:
-        if emptied and any(_asks(draft) and _opens_or_closes(draft) for draft in drafts):
-            what = f"0 images but {PLACEHOLDER} in the text: the image column is empty. Give the "
-            raise RowError("placeholder_count", what + "image, or drop the column if it is text")
+        if any(_asks(draft) and _opens_or_closes(draft) for draft in drafts):
+            _check_none_lost(row, emptied)
         return []
     counts = [_count(draft) for draft in drafts]
     asked = sum([count for count, draft in zip(counts, drafts) if _asks(draft)])
@@ -66,6 +67,18 @@ def place_images(drafts: list[Draft], row: dict) -> list[Any]:
         return column
     what = f"{len(column)} image(s) but {asked} {PLACEHOLDER} in what the user and the "
     raise RowError("placeholder_count", what + "system say: their numbers must be equal")
+
+
+def _check_none_lost(row: dict, emptied: bool) -> None:
+    """A text asks for an image, and there is none: then nothing may look as if there was one."""
+    other = next((k for k, v in row.items() if _LIKE_IMAGES.search(str(k)) and not is_empty(v)), "")
+    what = f"0 images but {PLACEHOLDER} in the text: "
+    if emptied:
+        what += "the image column is empty. Give the image, or drop the column if it is text"
+    elif other:
+        what += f"if {short(other)} names the image, call that column 'image', else rename it"
+    if emptied or other:
+        raise RowError("placeholder_count", what)
 
 
 def _asks(draft: Draft) -> bool:

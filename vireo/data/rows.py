@@ -123,7 +123,7 @@ def is_plain(row: Any) -> bool:
     image = row.get("image")
     if type(image) is str:
         return slots == 1 and _PLAIN_PATH.fullmatch(image) is not None
-    return "image" not in row
+    return "image" not in row and not slots
 
 
 def row_id(row: Any) -> str | None:

@@ -69,7 +69,8 @@ class ChatTemplate:
                     f"the chat template rewrites what stands before turn {i + 1} (its prompt goes "
                     f"on with {prompt[same : same + 40]!r}, the row with "
                     f"{text[same : same + 40]!r}), so the answer's place is not certain; give one "
-                    "answer a row, or another --chat_template",
+                    "answer a row, with the thoughts that a prompt opens, or another "
+                    "--chat_template",
                 )
             stop = self._answer_end(turns, i, tools, text, start)
             check_answer(turns, i, text[start:stop])
@@ -82,8 +83,8 @@ class ChatTemplate:
     ) -> dict[int, int | None]:
         """Where in `text` each assistant turn begins, by its index; None where that is not certain.
 
-        An answer begins where the prompt for it ends; or before what a prompt alone goes on with,
-        as templates do that open a thought in the prompt and leave out thoughts of earlier turns.
+        An answer begins where the prompt for it ends. Some templates open a thought in the prompt,
+        and leave it out of answers that a question follows: those begin before it.
         """
         found: dict[int, int | None] = {}
         for i, turn in enumerate(turns):
@@ -91,9 +92,9 @@ class ChatTemplate:
                 if i == 0:
                     raise RowError("turn_order", "the row begins with an assistant turn")
                 before = self.render(turns[:i], tools, prompt=True)
-                shorter = before.removesuffix(self._opener)
-                starts = [p for p in (before, shorter) if text.startswith(p)]
-                found[i] = len(starts[0]) if starts else None
+                if not text.startswith(before) and _is_asked_after(turns, i):
+                    before = before.removesuffix(self._opener)
+                found[i] = len(before) if text.startswith(before) else None
         return found
 
     def _answer_end(
@@ -101,7 +102,7 @@ class ChatTemplate:
     ) -> int:
         """Where turn `i` ends in `text`: behind its end-of-turn token, or all written for it."""
         whole = text if i == len(turns) - 1 else self.render(turns[: i + 1], tools)
-        own = whole[start:] if whole.startswith(text[:start]) else whole
+        own = whole[start:] if whole.startswith(text[:start]) else ""
         if self.end_of_turn is not None and self.end_of_turn in own:
             stop = text.find(self.end_of_turn, start) + len(self.end_of_turn)
             # A span that reached into the next turn would not be a part of this turn's own text.
@@ -146,9 +147,9 @@ class ChatTemplate:
         except RowError as error:
             raise InputError(f"the model's chat template does not work: {error.message}") from error
         try:
-            middle = self.render([ask, answer, ask])
+            first, middle = self.render([ask]), self.render([ask, answer, ask])
         except RowError:  # not in every template may a row end with a question
-            middle = last
+            first, middle = prompt, last
         content = self._message(answer)["content"]
         if probe not in last or probe not in middle:
             raise InputError("the model's chat template leaves out what the assistant says")
@@ -159,9 +160,9 @@ class ChatTemplate:
             )
         self.end_of_turn = self._token_after(last, probe)
         if self.end_of_turn is None:
-            # Between turns, a token that does not open the next one ends an answer, too.
+            # A token between turns ends an answer, too, unless it opens every turn.
             between = self._token_after(middle, probe)
-            self.end_of_turn = between if between and between not in prompt else None
+            self.end_of_turn = between if between and between not in first else None
             self.last_end = self.end_of_turn or self.tokenizer.eos_token
             if self.last_end is None:
                 raise InputError(
@@ -203,9 +204,13 @@ def check_answer(turns: Sequence[Turn], i: int, rendered: str) -> None:
             raise RowError("tool_calls", what + "leave the row out, or use a template with tools")
 
 
+def _is_asked_after(turns: Sequence[Turn], i: int) -> bool:
+    return any(turn.role == "user" for turn in turns[i + 1 :])
+
+
 def _changed(turns: Sequence[Turn], i: int, thoughts: bool) -> RowError:
     what = f"the chat template changes the answer in turn {i + 1}"
-    if thoughts and any(turn.role == "user" for turn in turns[i + 1 :]):
+    if thoughts and _is_asked_after(turns, i):
         what = (
             f"the chat template leaves out thoughts of turn {i + 1}, as a question follows: let "
             "the row end with that turn, or take the thoughts out of it"

@@ -2,89 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from vireo.data.loader import Plan
-from vireo.data.packing import share as rank_of
-from vireo.data.ragged import Batch
-from vireo.report import micro_batches
-from vireo.report.doctor_rows import NONE
+import torch
+
+from vireo.data.loader import Plan, StepLoader
+from vireo.data.packing import micro_batches, padding_share
+from vireo.data.ragged import BASE_KEYS, Batch, Example
+from vireo.report.doctor import Look
 from vireo.report.figures import share
 from vireo.settings import Settings
-from vireo.trainers.setup import StepSize, step_size, total_steps
+from vireo.trainers.setup import step_size, total_steps
 
-SIMULATED = 200  # steps of the first epoch that are packed to see how full they get
-
-
-def steps(settings: Settings, world: int, rows: Sequence[int]) -> dict[str, Any]:
-    """The section `steps`; `rows` of each file are those that a run opens, refused later or not."""
-    size, _ = step_size(settings.batch, world)
-    plan = _plan(settings, size, rows)
-    return {
-        "rows_per_step": size.rows,
-        "ranks": world,
-        "epochs": settings.optim.num_epochs or 1,
-        "per_epoch": plan.steps_per_epoch,
-        "total": total_steps(settings.optim, plan.steps_per_epoch),
-    }
+SIMULATED = 200  # steps of the first epoch that are cut into micro-batches
 
 
-def _plan(settings: Settings, size: StepSize, rows: Sequence[int]) -> Plan:
-    files = [(count, count) for count in rows if count]
-    return Plan.mixed(files, size.rows, size.chunk, settings.run.seed, settings.data.shuffle)
+def foretell(settings: Settings, world: int, look: Look) -> dict[str, Any]:
+    """The section `steps` of the report and, with a model, `micro_batches`.
 
-
-def batches(
-    settings: Settings,
-    world: int,
-    rows: Sequence[int],
-    lengths: Sequence[int],
-    images: Sequence[int],
-    *,
-    can_pack: bool,
-    can_mix: bool,
-) -> dict[str, Any] | None:
-    """The section `micro_batches`: the first steps' rows, packed and padded; None without rows.
-
-    `rows`: how many of each file; `lengths`: tokens of each row, NONE for a refused one, which
-    keeps its place in the order.
+    A bad row keeps its place in the order, as in training.
     """
-    if all(length == NONE for length in lengths):
-        return None
-    budget = settings.batch.max_tokens_per_gpu
     size, _ = step_size(settings.batch, world)
-    plan = _plan(settings, size, rows)
-    order = list(map(int, plan.order(0)))
-    packs: list[Batch] = []
-    pads: list[Batch] = []
-    taken = min(SIMULATED, plan.steps_per_epoch)
-    for step in range(taken):
-        of_step = order[plan.position(step) : plan.position(step + 1)]
-        for rank in range(world):
-            mine = [
-                row
-                for i, row in enumerate(of_step)
-                if rank_of(i, size.chunk, world) == rank and lengths[row] != NONE
+    files = [(len(part), len(part)) for part in look.rows.parts if len(part)]
+    plan = Plan.mixed(files, size.rows, size.chunk, settings.run.seed, settings.data.shuffle)
+    total = total_steps(settings.optim, plan.steps_per_epoch)
+    steps = {"rows_per_step": size.rows, "per_epoch": plan.steps_per_epoch, "total": total}
+    if look.renderer is None:
+        return {"steps": steps}
+    family, budget = look.renderer.family, settings.batch.max_tokens_per_gpu
+    made: dict[str, list[Batch]] = {"padded": []}
+    if budget and family.can_pack:
+        made["packed"] = []
+    count, zero = min(SIMULATED, plan.steps_per_epoch), torch.zeros(1, dtype=torch.long)
+    for rank in range(world):
+        stop = plan.position(count)
+        loader = StepLoader(look.rows, look.renderer, plan, rank=rank, world=world, stop=stop)
+        for mine, _ in loader.steps():
+            light = [  # as long as the rows, without memory for their tokens
+                Example({"input_ids": zero.expand(look.lengths[i])}, BASE_KEYS, look.images[i])
+                for i in mine
+                if look.lengths[i]
             ]
-            light = micro_batches.stand_ins([lengths[i] for i in mine], [images[i] for i in mine])
-            if budget is None:
-                pads += micro_batches.of_rows(light, size.chunk, can_mix=can_mix)
-                continue
-            pads += micro_batches.by_budget(light, budget, can_mix=can_mix, padded=True)
-            if can_pack:
-                packs += micro_batches.by_budget(light, budget, can_mix=can_mix, padded=False)
-    return {
-        "steps_looked_at": taken,
-        "budget": budget,
-        "rows": size.chunk if budget is None else None,
-        "packed": _filled(packs, budget, taken * world) if packs else None,
-        "padded": _filled(pads, budget, taken * world)
-        | {"padding": round(micro_batches.padding_share(pads), 4)},
-    }
-
-
-def _filled(batches: list[Batch], budget: int | None, turns: int) -> dict[str, Any]:
-    """`per_step`: micro-batches of a rank's step; `filled`: share of the budgets with tokens."""
-    filled = None if budget is None else round(micro_batches.filled_share(batches, budget), 4)
-    return {"micro_batches": len(batches), "per_step": share(len(batches), turns), "filled": filled}
+            for how, batches in made.items():
+                batches += micro_batches(
+                    light,
+                    rows=size.chunk,
+                    budget=budget,
+                    can_mix=family.can_mix,
+                    packing=how == "packed",
+                )
+    found: dict[str, Any] = {"steps_looked_at": count}
+    for how, batches in made.items():
+        found[how] = {"micro_batches": len(batches), "per_step": share(len(batches), count * world)}
+        if budget:
+            tokens = sum(batch.tokens for batch in batches)
+            found[how]["filled_share"] = share(tokens, budget * len(batches))
+    found["padded"]["padding_share"] = padding_share(made["padded"])
+    return {"steps": steps, "micro_batches": found}

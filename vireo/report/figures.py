@@ -1,13 +1,27 @@
-"""Figures of a report as plain JSON values: shares, spreads and histograms."""
+"""Figures of a report as plain JSON values: shares, spreads, histograms, and the first of many."""
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+SHOWN = 5  # examples of anything
 _BINS = 24  # bars of a histogram at most
+
+
+@dataclass
+class First:
+    """How many there are of something, and the first few of them."""
+
+    count: int = 0
+    examples: list[Any] = field(default_factory=list)
+
+    def add(self, example: Any) -> None:
+        self.count += 1
+        if self.count <= SHOWN:
+            self.examples.append(example)
 
 
 def share(part: float, whole: float) -> float:
@@ -15,44 +29,19 @@ def share(part: float, whole: float) -> float:
     return round(part / whole, 4) if whole else 0.0
 
 
-def spread(values: Any) -> dict[str, Any] | None:
-    """min, median, mean, p95 and max; None for no values."""
-    found = np.asarray(values)
-    if not found.size:
+def spread(values: Any) -> dict[str, float] | None:
+    """min, median, p95 and max; None for no values."""
+    if not len(values):
         return None
-    return {
-        "min": found.min().item(),
-        "median": round(float(np.median(found)), 1),
-        "mean": round(float(found.mean()), 1),
-        "p95": round(float(np.percentile(found, 95)), 1),
-        "max": found.max().item(),
-    }
+    found = np.percentile(values, (0, 50, 95, 100)).round(1)
+    return dict(zip(("min", "median", "p95", "max"), found.tolist()))
 
 
-def histogram(values: Any, doubling: bool = False) -> dict[str, list[int]]:
-    """`counts[i]` whole numbers from `edges[i]` to below `edges[i + 1]`.
-
-    Bins of one round width, or (`doubling`) each twice as wide as the one before.
-    """
-    found = np.asarray(values)
-    if not found.size:
-        return {"edges": [], "counts": []}
-    low, high = int(found.min()), int(found.max())
-    if doubling:
-        first, last = max(0, low.bit_length() - 1), high.bit_length()
-        edges = [2**power for power in range(first, max(last, first + 1) + 1)]
-        edges[0] = min(edges[0], low)
-    else:
-        step = _round_step((high - low + 1) / _BINS)
-        start = low // step * step
-        edges = list(range(start, high + step + 1, step))
-        if edges[-2] > high:
-            edges.pop()
-    counts = np.histogram(found, bins=[*edges[:-1], edges[-1] - 0.5])[0]
-    return {"edges": edges, "counts": counts.tolist()}
-
-
-def _round_step(least: float) -> int:
-    """The smallest of 1, 2, 5, 10, 20, 50, ... that is at least `least`."""
-    power = 10 ** max(0, math.floor(math.log10(max(least, 1))))
-    return next(step * power for step in (1, 2, 5, 10) if step * power >= least)
+def histogram(values: Any) -> dict[str, list[int]] | None:
+    """`counts[i]` whole numbers from `edges[i]` to below `edges[i + 1]`; None for no values."""
+    if not len(values):
+        return None
+    low, high = int(min(values)), int(max(values))
+    step = -(-(high - low + 1) // _BINS)
+    edges = list(range(low, high + step + 1, step))
+    return {"edges": edges, "counts": np.histogram(values, edges)[0].tolist()}

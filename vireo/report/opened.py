@@ -1,83 +1,63 @@
-"""Data files opened for looking at: refused rows are kept as errors, whatever their number."""
+"""What `vireo preview` and `vireo doctor` open: files with their bad rows, and a model."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from array import array
+from typing import TYPE_CHECKING
 
-from vireo.data import readers
-from vireo.data.conversation import Conversation
-from vireo.data.mixture import short_names
-from vireo.data.rows import check_row, row_place
-from vireo.errors import InputError, RowError
+import numpy as np
+from tqdm import tqdm
 
+from vireo.data.mixture import Mixture, short_names
+from vireo.data.readers import Rows, open_source
+from vireo.data.rows import check_row, is_plain, row_place
+from vireo.errors import RowError
+from vireo.settings import Settings
 
-@dataclass(frozen=True)
-class Opened:
-    """One data file: its good rows, read when asked for, and the refused ones as errors."""
-
-    path: str
-    rows: Sequence[Conversation]
-    skipped: list[RowError]
-
-    @property
-    def total(self) -> int:
-        return len(self.rows) + len(self.skipped)
+if TYPE_CHECKING:
+    from vireo.data.render import Renderer
 
 
-def open_files(train_file: str, image_root: str | None) -> list[Opened]:
-    """The files of a comma list, opened as the trainer does with `--on_bad_row skip`.
+def open_files(settings: Settings) -> Mixture:
+    """The rows of `--train_file`, as the trainer has them with `--on_bad_row skip`.
 
-    Unlike the trainer, a file of which every row is refused is no error. InputError: a file that
-    cannot be read, or that has no rows.
+    Unlike there, a file of which every row is refused is no error. InputError: a file that cannot
+    be read, or that has no rows.
     """
-    names = [name.strip() for name in train_file.split(",")]
-    if not all(names):
-        raise InputError(f"--train_file {train_file!r}: an empty name in the list of files")
-    return [_open(path, image_root, short) for path, short in zip(names, short_names(names))]
-
-
-def _open(path: str, image_root: str | None, name: str | None) -> Opened:
-    with _without_warnings():
-        try:
-            rows = readers.open_rows(
-                path, image_root=image_root, on_bad_row="skip", progress=True, name=name
-            )
-        except RowError as error:
-            refused = _refused_rows(path, image_root, name) if error.reason == "no_rows" else []
-            if not refused:
-                raise error.at(path) from error
-            return Opened(path, [], refused)
-    return Opened(path, rows, rows.skipped)
-
-
-def _refused_rows(path: str, image_root: str | None, name: str | None) -> list[RowError]:
-    """The errors of a file that `open_rows` gives up on, since none of its rows is good."""
-    source, root = readers.open_source(path, image_root, name)
-    refused = []
-    try:
-        for at, row in source.scan():
+    paths, parts = settings.data.train_file or [], []
+    for path, name in zip(paths, short_names(paths)):
+        source, root = open_source(path, settings.data.image_root, name)
+        places, skipped = array("q"), []
+        for at, row in tqdm(source.scan(), "checking rows", unit=" rows", delay=2, mininterval=1):
             try:
                 if isinstance(row, RowError):
                     raise row
-                check_row(row, root)
+                if not is_plain(row):
+                    check_row(row, root)
+                places.extend(at)
             except RowError as error:
                 where = row_place(*source.place(at), row)
-                refused.append(RowError(error.reason, error.message, where))
-    except RowError:  # an empty file
-        return []
-    return refused
+                skipped.append(RowError(error.reason, error.message, where))
+        if not places and not skipped:
+            raise RowError("no_rows", "there are no rows in it", path)
+        found = np.frombuffer(places, dtype=np.int64).reshape(-1, 4)
+        parts.append(Rows(source, root, found, skipped))
+    return Mixture(parts, [1.0] * len(parts))
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """The reader's own list of refused rows stays unsaid: the report says it better."""
-    log = logging.getLogger(readers.__name__)
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
+def open_renderer(settings: Settings) -> Renderer:
+    """The trainer's own renderer. InputError: no such model."""
+    from vireo.data.render import Renderer
+    from vireo.hub import local_folder
+
+    model, data = settings.model, settings.data
+    processor = model.processor_name_or_path
+    return Renderer(
+        local_folder(model.vlm_model_name_or_path),
+        local_folder(processor) if processor else None,
+        chat_template=model.chat_template,
+        image_size=data.image_size,
+        image_strategy=data.image_strategy,
+        max_length=data.max_length,
+        budget=settings.batch.max_tokens_per_gpu,
+    )

@@ -4,160 +4,139 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
 
-from vireo.data.conversation import Conversation
+from vireo.data.mixture import Mixture
+from vireo.data.packing import micro_batches, padding_share
 from vireo.data.ragged import IGNORE, Example
 from vireo.data.render import Renderer
 from vireo.errors import RowError
-from vireo.hub import local_folder
-from vireo.report import micro_batches
-from vireo.report.opened import Opened, open_files
-from vireo.report.output import show, write
-from vireo.report.pieces import Piece, pieces
-from vireo.report.seen import Eye, Seen
+from vireo.report.opened import open_files, open_renderer
+from vireo.report.page import plain, show, write
+from vireo.report.seen import Seen, look
+from vireo.settings import load_settings
+
+Kind = Literal["trained", "masked", "image"]
+LINE_END = "\u21b5"
+_LISTED = 20  # rows of a file that were refused when it was opened
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token, a run of one image token, or the tokens that share a character: `ids`.
+
+    `text`: what it stands for, blanks and control characters made visible.
+    """
+
+    text: str
+    kind: Kind
+    ids: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        """The text; `<|image_pad|> x 64` for a run, `你(3)` for a character of three tokens."""
+        many = " x {}" if self.kind == "image" else "({})"
+        return self.text + (many.format(len(self.ids)) if len(self.ids) > 1 else "")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row as the trainer sees it."""
+    """One row as the trainer sees it; `facts`: its counts in words."""
 
     where: str
-    id: str | None
+    facts: str
     tokens: list[Piece]
-    length: int
-    trained: int
-    image_tokens: int
-    weights: list[float]  # the different weights of its trained tokens
     images: list[Seen]
 
 
-@dataclass
-class File:
-    """One data file: its first rows (a RowError where one is refused when it is rendered)."""
-
-    path: str
-    total: int
-    skipped: list[RowError]  # refused when the file was opened
-    rows: list[Row | RowError] = field(default_factory=list)
+# A data file's path and counts in words; its refused rows, and then those shown.
+File = tuple[str, list[Row | RowError]]
 
 
-@dataclass
-class Preview:
-    """What both forms of the preview show."""
-
-    model: str
-    family: str
-    files: list[File]
-    padding: float | None = None  # share of padding in one padded batch of the rows
-    budget: int | None = None
-    packing: bool = True  # whether the family's rows can be joined
-    filled: float | None = None  # share of the budgets that holds tokens
-    micro_batches: int = 0
-
-    @property
-    def rows(self) -> list[Row]:
-        return [row for file in self.files for row in file.rows if isinstance(row, Row)]
-
-    @property
-    def refused(self) -> int:
-        return sum(
-            len(f.skipped) + sum(isinstance(r, RowError) for r in f.rows) for f in self.files
-        )
-
-
-def preview(
-    *,
-    train_file: str,
-    vlm_model_name_or_path: str,
-    count: int = 4,
-    html: str | None = None,
-    processor_name_or_path: str | None = None,
-    image_root: str | None = None,
-    image_size: int | None = None,
-    image_strategy: str = "longest",
-    chat_template: str | None = None,
-    max_length: int | None = None,
-    max_tokens_per_gpu: int | None = None,
-) -> None:
+def preview(*, count: int = 4, html: str | None = None, **flags: Any) -> None:
     """Print the first `count` rows of each file, or write them to the page `html`.
 
-    InputError: a file or model that cannot be read. Refused rows are shown, never raised.
+    `flags`: the trainer's own, by name. InputError: a file or model that cannot be read, or a
+    setting that the trainer refuses. Refused rows are shown, never raised.
     """
-    if chat_template is not None:  # the settings know the names
-        from vireo.settings import load_settings
+    from vireo.report.preview_page import page, text
 
-        load_settings(
-            [
-                f"--vlm_model_name_or_path={vlm_model_name_or_path}",
-                f"--chat_template={chat_template}",
-            ]
-        )
-    files = open_files(train_file, image_root)
-    folder = local_folder(vlm_model_name_or_path)
-    processor = local_folder(processor_name_or_path) if processor_name_or_path else None
-    renderer = Renderer(
-        folder,
-        processor,
-        chat_template=chat_template,
-        image_size=image_size,
-        image_strategy=image_strategy,
-        max_length=max_length,
-        budget=max_tokens_per_gpu,
-    )
-    made = collect(renderer, files, count, max_tokens_per_gpu, vlm_model_name_or_path)
+    flags = {"global_batch_size": 1} | flags  # which a budget asks for, though there are no steps
+    settings = load_settings([f"--{name}={value}" for name, value in flags.items()])
+    rows, renderer = open_files(settings), open_renderer(settings)
+    files, padding = collect(renderer, rows, settings.data.train_file or [], count)
+    model = f"{settings.model.vlm_model_name_or_path} ({renderer.family.name})"
+    summary = f"{model}: {padding:.1%} padding in one padded batch of these rows"
     if html is None:
-        from vireo.report.preview_text import text
-
-        show(text(made, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
-        return
-    from vireo.report.preview_page import page
-
-    write(html, page(made))
-    print(f"wrote {html}: {len(made.rows)} rows shown, {made.refused} refused")
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        show(text(files, summary, colour))
+    else:
+        write(html, page(files, summary))
 
 
 def collect(
-    renderer: Renderer, files: list[Opened], count: int, budget: int | None, model: str
-) -> Preview:
-    """The first `count` rows of each file through the trainer's own path."""
-    out = Preview(model, renderer.family.name, [], budget=budget)
-    eye = Eye(renderer)
-    examples = []
-    for file in files:
-        shown = File(file.path, file.total, file.skipped)
-        out.files.append(shown)
-        for i in range(min(count, len(file.rows))):
+    renderer: Renderer, rows: Mixture, paths: list[str], count: int
+) -> tuple[list[File], float]:
+    """The first `count` rows of each file through the trainer's own path, and the share of padding
+    in one padded batch of all of them."""
+    files, examples = list[File](), []
+    for path, part in zip(paths, rows.parts):
+        facts = f"{path}: {part.total:,} rows, {len(part.skipped):,} refused"
+        facts += f" (the first {_LISTED}:)" if len(part.skipped) > _LISTED else ""
+        shown: list[Row | RowError] = [*part.skipped[:_LISTED]]
+        for i in range(min(count, len(part))):
             try:
-                row = file.rows[i]
-                example = renderer.example(row)
-                shown.rows.append(_row(eye, row, example))
+                example = renderer.example(row := part[i])
+                images = look(renderer, row, example) if row.images else []
+                shown.append(_row(renderer, example, images))
                 examples.append(example)
             except RowError as error:
-                shown.rows.append(error)
-    if examples:
-        light = micro_batches.stand_ins([len(e) for e in examples], [e.images for e in examples])
-        can_mix = renderer.family.can_mix
-        whole = micro_batches.of_rows(light, len(light), can_mix=can_mix)
-        out.padding = micro_batches.padding_share(whole)
-        if budget is not None:
-            out.packing = renderer.family.can_pack
-            parts = micro_batches.by_budget(light, budget, can_mix=can_mix, padded=not out.packing)
-            out.micro_batches = len(parts)
-            out.filled = micro_batches.filled_share(parts, budget)
+                shown.append(error)
+        files.append((facts, shown))
+    whole = micro_batches(examples, rows=len(examples) or 1, can_mix=renderer.family.can_mix)
+    return files, padding_share(whole)
+
+
+def _row(renderer: Renderer, example: Example, images: list[Seen]) -> Row:
+    tokens = pieces(renderer, example)
+    weights = sorted(set(example.fields["loss_weight"].tolist()) - {0.0}) or [0.0]
+    image = sum(len(piece.ids) for piece in tokens if piece.kind == "image")
+    facts = f"{len(example):,} tokens, {example.supervised:,} trained, {image:,} image"
+    facts += f", loss weight {', '.join(f'{weight:g}' for weight in weights)}"
+    return Row(example.where, facts, tokens, images)
+
+
+def pieces(renderer: Renderer, example: Example) -> list[Piece]:
+    """Every token of the expanded ids, in order."""
+    ids, labels = example.fields["input_ids"].tolist(), example.fields["labels"].tolist()
+    kinds: list[Kind] = [
+        "image" if token in renderer.image_ids else "masked" if label == IGNORE else "trained"
+        for token, label in zip(ids, labels)
+    ]
+
+    def decode(tokens: list[int]) -> str:
+        return renderer.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+    out: list[Piece] = []
+    before: list[int] = []  # the last piece: some tokenizers decode by what stands before
+    for kind, places in groupby(range(len(ids)), key=kinds.__getitem__):
+        run, now = [ids[i] for i in places], list[int]()
+        if kind == "image":
+            out += [Piece(visible(decode([i])), kind, tuple(same)) for i, same in groupby(run)]
+            before = run[-1:]
+            continue
+        for i, token in enumerate(run, 1):
+            now.append(token)
+            text = decode(before + now)[len(decode(before)) :]
+            # A token may end within a character, whose other bytes are in the tokens after it.
+            if not text.endswith("\ufffd") or len(now) == 4 or i == len(run):
+                out.append(Piece(visible(text), kind, tuple(now)))
+                before, now = now, []
     return out
 
 
-def _row(eye: Eye, row: Conversation, example: Example) -> Row:
-    tokens = pieces(eye.renderer, example)
-    supervised = example.fields["labels"] != IGNORE
-    return Row(
-        where=example.where,
-        id=row.id,
-        tokens=tokens,
-        length=len(example),
-        trained=example.supervised,
-        image_tokens=sum(piece.count for piece in tokens if piece.kind == "image"),
-        weights=sorted(set(example.fields["loss_weight"][supervised].tolist())),
-        images=eye.look(row, example) if row.images else [],
-    )
+def visible(text: str) -> str:
+    """Text with a sign for each space, line end and tab, and control characters as escapes."""
+    return plain(text.replace(" ", "\u00b7").replace("\n", LINE_END).replace("\t", "\u21e5"))

@@ -1,20 +1,12 @@
-"""Pictures as a model sees them, rebuilt from the processor's own tensor, for any processor.
-
-How a processor cuts and orders a picture differs from family to family. It is learned here by
-showing it: a picture whose samples hold their own numbers tells where each of them goes. What
-was learned is then proved, by giving the rebuilt picture to the processor again.
-"""
+"""Pictures as a model sees them, rebuilt from the processor's own tensor."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -27,209 +19,113 @@ from vireo.data.references import image_name
 from vireo.data.render import Renderer
 from vireo.errors import RowError
 
-LARGEST = 4_000_000  # pixels of a picture that is rebuilt: more would take gigabytes
-_KEPT = 4  # layouts remembered
-
 
 @dataclass
 class Seen:
     """One picture of a row.
 
-    `pictures`: one as the model sees it (`rebuilt`), or its tiles; where that could not be had,
-    the picture that the processor got. `original`, `size`: (width, height) in the file and as the
-    model sees it (None: not known). `grids`: the processor's own small tensors of this picture.
-    `tokens`: the image tokens in its place, the most frequent first (empty: not known).
+    `pictures`: what the model sees, in one or several parts (`rebuilt`), else what the processor
+    got. `original`: (width, height) in the file, upright. `grids`, `tokens`: the processor's own
+    small tensors of it, and the image tokens in its place (both empty where not known).
     """
 
     name: str
-    pictures: list[Image.Image]
     original: tuple[int, int]
-    fitted: tuple[int, int]
-    size: tuple[int, int] | None = None
+    pictures: list[Image.Image]
+    rebuilt: bool = False
     grids: dict[str, list] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
-    rebuilt: bool = False
+
+    @property
+    def facts(self) -> list[str]:
+        """Sizes, grids and tokens in words."""
+        sizes = Counter(f"{part.width} x {part.height}" for part in self.pictures)
+        parts = " and ".join(f"{n} of {size}" if n > 1 else size for size, n in sizes.items())
+        facts = [f"{self.original[0]} x {self.original[1]} in the file"]
+        facts += [f"the model sees {parts}" if self.rebuilt else f"{parts} before the processor"]
+        facts += [f"{name} {value}" for name, value in self.grids.items()]
+        return facts + [f"{count:,} {token}" for token, count in self.tokens.items()]
 
 
-class Eye:
-    """Looks at pictures as one renderer's model does."""
-
-    def __init__(self, renderer: Renderer):
-        self.renderer = renderer
-        # The same processor without what comes before it: probes must arrive as they are.
-        self.bare = copy.copy(renderer)
-        self.bare.image_size, self.bare.image_strategy = None, "longest"
-        self.bare.longest, self.bare.many_images = 2**62, True
-        self._layouts: dict[tuple, _Layout | None] = {}
-
-    def look(self, row: Conversation, example: Example) -> list[Seen]:
-        """A `Seen` for each picture of the row that `example` was made of."""
-        fitted = self.renderer.pictures(row)
-        seen = [
-            Seen(image_name(ref), [picture], image_size_from_header(ref), picture.size)
-            for ref, picture in zip(row.images, fitted)
-        ]
-        try:
-            alone = [self._show(picture) for picture in fitted]
-        except RowError:
-            return seen
-        for found, part in zip(seen, alone):
-            found.tokens = self._tokens(part)
-        total = sum((Counter(found.tokens) for found in seen), Counter())
-        if total != Counter(self._tokens(example)) or not _same(alone, example):
-            for found in seen:  # the processor treats the row's pictures together
-                found.tokens = {}
-            return seen
-        for found, part in zip(seen, alone):
-            self._rebuild(found, part)
+def look(renderer: Renderer, row: Conversation, example: Example) -> list[Seen]:
+    """A `Seen` for each picture of the row that `example` was made of."""
+    bare = copy.copy(renderer)  # what the settings do to a picture is done already
+    bare.image_size, bare.image_strategy, bare.longest = None, "longest", 2**62
+    fitted = renderer.pictures(row)
+    seen = [
+        Seen(image_name(ref), image_size_from_header(ref), [picture])
+        for ref, picture in zip(row.images, fitted)
+    ]
+    try:
+        alone = [_alone(bare, picture) for picture in fitted]
+    except RowError:  # a template that wants more than one turn
         return seen
-
-    # -- what the processor says ---------------------------------------------------------------
-
-    def _show(self, picture: Image.Image) -> Example:
-        turns = (Turn("user", (Slot(0), Text("."))), Turn("assistant", (Text("."),)))
-        return self.bare.example(Conversation(turns, (ImageRef(picture),)))
-
-    def _tokens(self, example: Example) -> dict[str, int]:
-        counts = Counter(example.fields["input_ids"].tolist())
-        names = {i: self.renderer.tokenizer.decode([i]) for i in self.renderer.image_ids}
-        return dict(Counter({names[i]: counts[i] for i in names if counts[i]}).most_common())
-
-    def _rebuild(self, found: Seen, part: Example) -> None:
-        name = _pixel_key(part)
-        if name is None:
-            return
-        pixels = part.fields[name].float()
-        small = {
-            n: v for n, v in part.fields.items()
-            if part.keys[n].kind != "token" and n != name and v.numel() <= 32
-        }  # fmt: skip
-        found.grids = {n: v.squeeze(0).tolist() for n, v in small.items()}
-        for size in _candidates(pixels, small.values()):
-            blank = self._pixels(Image.new("RGB", size), name)
-            if blank.shape != pixels.shape:
-                continue
-            if size[0] * size[1] > LARGEST:
-                found.size = size
-                return
-            key = (name, size, tuple(pixels.shape))
-            if key not in self._layouts:
-                if len(self._layouts) >= _KEPT:
-                    self._layouts.pop(next(iter(self._layouts)))
-                self._layouts[key] = self._learn(name, size, blank)
-            layout = self._layouts[key]
-            picture = layout.picture(pixels) if layout else None
-            if picture and layout and layout.alike(self._pixels(picture, name), pixels):
-                found.pictures, found.size, found.rebuilt = [picture], size, True
-                return
-        tiles = self._tiles(found, name, pixels)
-        if tiles:
-            found.pictures, found.size, found.rebuilt = tiles, tiles[0].size, True
-
-    def _pixels(self, picture: Image.Image, name: str) -> Tensor:
-        return self._show(picture).fields[name].float()
-
-    def _learn(self, name: str, size: tuple[int, int], black: Tensor) -> _Layout | None:
-        """Where each sample of a picture of `size` (3 samples a pixel) stands in the tensor."""
-        width, height = size
-        reach = self._pixels(Image.new("RGB", size, "white"), name) - black
-        if not (reach.abs() > 1e-6).all():
-            return None
-        number = np.arange(3 * width * height).reshape(height, width, 3)
-        place = torch.zeros_like(black, dtype=torch.long)
-        for digit in range(math.ceil(number.size.bit_length() / 8)):
-            probe = Image.fromarray((number >> 8 * digit & 255).astype(np.uint8))
-            got = ((self._pixels(probe, name) - black) / reach * 255).round().long()
-            place += got << 8 * digit
-        place = place.flatten()
-        if place.min() < 0 or place.max() >= number.size:
-            return None
-        if len(place.unique()) != number.size:
-            return None
-        return _Layout(size, black.flatten(), reach.flatten(), place)
-
-    def _tiles(self, found: Seen, name: str, pixels: Tensor) -> list[Image.Image]:
-        """The tiles of a tensor [..., 3, H, W] of several pictures that each look like one."""
-        *_, channels, height, width = (0, 0, *pixels.shape)
-        if channels != 3 or min(height, width) < 28 or pixels.dim() < 4:
-            return []
-        black = self._pixels(Image.new("RGB", found.fitted), name)
-        reach = self._pixels(Image.new("RGB", found.fitted, "white"), name) - black
-        if black.shape != pixels.shape:
-            return []
-        flat = torch.where(reach.abs() > 1e-6, (pixels - black) / reach.clamp(min=1e-6), 0.5)
-        samples = (flat * 255).round().clamp(0, 255).to(torch.uint8)
-        tiles = samples.reshape(-1, 3, height, width).permute(0, 2, 3, 1).numpy()
-        used = (reach.abs() > 1e-6).reshape(len(tiles), -1).any(dim=1).tolist()
-        return [Image.fromarray(tile) for tile, real in zip(tiles, used) if real]
+    tokens = [_image_tokens(renderer, part) for part in alone]
+    if sum(tokens, Counter()) != _image_tokens(renderer, example):
+        return seen  # beside others, a picture is not what it is alone
+    for found, part, counts in zip(seen, alone, tokens):
+        found.tokens = dict(counts.most_common())
+        small = {name: value for name, value in _tensors(part).items() if value.numel() <= 32}
+        found.grids = {name: value.squeeze(0).tolist() for name, value in small.items()}
+        pictures = _rebuild(bare, part)
+        # Put together as the model has it, if that is what the processor makes of it again.
+        if pictures and _rebuild(bare, _alone(bare, pictures[0]))[:1] == pictures[:1]:
+            found.pictures, found.rebuilt = pictures, True
+    return seen
 
 
-@dataclass
-class _Layout:
-    """`place[i]`: the sample of the picture that element i of the tensor holds, scaled."""
-
-    size: tuple[int, int]
-    black: Tensor
-    reach: Tensor
-    place: Tensor
-
-    def picture(self, pixels: Tensor) -> Image.Image | None:
-        """The picture of a tensor; None where copies of one sample differ."""
-        values = ((pixels.flatten() - self.black) / self.reach * 255).round().clamp(0, 255)
-        width, height = self.size
-        samples = torch.zeros(3 * width * height)
-        samples[self.place] = values
-        if not torch.equal(samples[self.place], values):
-            return None
-        array = samples.to(torch.uint8).reshape(height, width, 3).numpy()
-        return Image.fromarray(array)
-
-    def alike(self, one: Tensor, other: Tensor) -> bool:
-        """Equal but for less than half of one step in 255."""
-        gap = (one - other).flatten().abs() / self.reach.abs()
-        return one.shape == other.shape and bool((gap < 0.5 / 255).all())
+def _alone(renderer: Renderer, picture: Image.Image) -> Example:
+    turns = (Turn("user", (Slot(0), Text("."))), Turn("assistant", (Text("."),)))
+    return renderer.example(Conversation(turns, (ImageRef(picture),)))
 
 
-def _pixel_key(example: Example) -> str | None:
-    """The largest tensor of numbers with fractions that is not one value a token."""
-    sizes = {
-        name: value.numel()
-        for name, value in example.fields.items()
-        if example.keys[name].kind != "token" and value.is_floating_point()
-    }
-    return max(sizes, key=lambda name: sizes[name]) if sizes else None
+def _image_tokens(renderer: Renderer, example: Example) -> Counter[str]:
+    ids = example.fields["input_ids"].tolist()
+    return Counter(renderer.tokenizer.decode([i]) for i in ids if i in renderer.image_ids)
 
 
-def _candidates(pixels: Tensor, small: Any) -> Iterator[tuple[int, int]]:
-    """(width, height) that the tensor may have: whole, or cut into square cells on a grid."""
-    if (
-        pixels.dim() >= 3
-        and pixels.shape[-3] == 3
-        and pixels.numel() == math.prod(pixels.shape[-3:])
-    ):
-        yield pixels.shape[-1], pixels.shape[-2]
-    for grid in small:
-        if grid.is_floating_point() or grid.numel() not in (2, 3):
-            continue
-        rows, columns = grid.flatten().tolist()[-2:]
-        for copies in (1, 2):  # of a picture, as two frames of a film
-            cell = pixels.numel() / (3 * copies * rows * columns) if rows * columns > 0 else 0
-            side = math.isqrt(int(cell))
-            if side and side * side == cell:
-                yield columns * side, rows * side
+def _tensors(example: Example) -> dict[str, Tensor]:
+    return {n: v for n, v in example.fields.items() if example.keys[n].kind != "token"}
 
 
-def _same(alone: list[Example], example: Example) -> bool:
-    """Whether the row's tensors are those of its pictures, one after the other."""
-    for name, whole in example.fields.items():
-        key = example.keys[name]
-        if key.kind == "token":
-            continue
-        axis = key.axis % whole.dim() if key.kind == "packed" else 0
-        parts = [part.fields[name] for part in alone if name in part.fields]
-        if len(parts) != len(alone):
-            return False
-        shapes = {part.shape[:axis] + part.shape[axis + 1 :] for part in parts}
-        if len(shapes) != 1 or not torch.equal(torch.cat(parts, dim=axis), whole):
-            return False
-    return True
+def _rebuild(renderer: Renderer, example: Example) -> list[Image.Image]:
+    """The pictures in the largest tensor of an example; none where its form is not known."""
+    processor = renderer.processor.image_processor
+    tensors = sorted(_tensors(example).values(), key=Tensor.numel)
+    pictures = []
+    for samples in unpack(tensors.pop(), tensors, processor):  # [3, H, W]
+        if processor.do_normalize:
+            mean, std = (torch.tensor(v) for v in (processor.image_mean, processor.image_std))
+            samples = samples * std.view(-1, 1, 1) + mean.view(-1, 1, 1)
+        if processor.do_rescale:
+            samples = samples / processor.rescale_factor
+        pixels = samples.round().clamp(0, 255).to(torch.uint8)
+        pictures.append(Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()))
+    return pictures
+
+
+def unpack(pixels: Tensor, grids: list[Tensor], processor: Any) -> list[Tensor]:
+    """The pictures [3, H, W] in a processor's tensor; none if it has none of these forms.
+
+    [patches, 3 * frames * side * side] in blocks of merge x merge patches, with a grid
+    [[frames, rows, columns]]; [1, 3, side, patches * side] with [rows, columns] for each picture;
+    whole pictures or tiles [..., 3, H, W], of which empty ones are left out.
+    """
+    side, merge = getattr(processor, "patch_size", 0), getattr(processor, "merge_size", 1)
+    for grid in grids:
+        if grid.shape == (1, 3) and pixels.dim() == 2 and grid.prod() == len(pixels):
+            _, rows, columns = grid[0].tolist()
+            blocks = (-1, rows // merge, columns // merge, merge, merge)
+            frames = pixels.shape[1] // (3 * side * side)
+            cells = pixels.reshape(*blocks, 3, frames, side, side)[0, ..., 0, :, :]
+            cells = cells.permute(4, 0, 2, 5, 1, 3, 6)
+            return [cells.reshape(3, rows * side, columns * side)]
+        if grid.dim() == 2 and grid.shape[1] == 2 and pixels.shape[:3] == (1, 3, side):
+            strips = pixels[0].split((grid.prod(dim=1) * side).tolist(), dim=-1)
+            return [
+                strip.reshape(3, side, rows, columns, side).transpose(1, 2).flatten(3).flatten(1, 2)
+                for strip, (rows, columns) in zip(strips, grid.tolist())
+            ]
+    if pixels.dim() < 3 or pixels.shape[-3] != 3 or min(pixels.shape[-2:]) < 56:  # a patch
+        return []
+    return [tile for tile in pixels.reshape(-1, *pixels.shape[-3:]) if tile.any()]

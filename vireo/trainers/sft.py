@@ -106,7 +106,7 @@ class Sft:
             self._check_same(data.eval_file, self.eval_rows)
         self.output, self.saves = run_paths(settings, parallel)
         self.start_from = find_checkpoint(settings, self.saves, parallel)
-        done = checkpoint.read_progress(self.start_from) if self.start_from else {}
+        done = checkpoint.verify(self.start_from, parallel) if self.start_from else {}
         earlier = self.output / "metrics.jsonl"
         if settings.run.resume is None and parallel.gather(earlier.exists())[0]:
             raise InputError(
@@ -118,7 +118,8 @@ class Sft:
         self._check_data_unchanged(done)
         self.folder = RunFolder(self.output, settings, parallel.main, done.get("step"))
         self.notices = [notice] if notice else []
-        if not settings.lora.r and not settings.lora.adapter and settings.lora.model_fields_set:
+        lora = settings.lora
+        if not lora.r and not lora.adapter and lora != type(lora)():
             self.notices.append("--lora_r is 0: the other lora settings have no effect")
         self.steps = total_steps(settings.optim, self.plan.steps_per_epoch)
         known = [*done.get("skipped", []), *map(str, self.rows.skipped)]

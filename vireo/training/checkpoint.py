@@ -133,12 +133,13 @@ def _cause(error: BaseException) -> str:
 def load(
     path: Path, policy: Policy, optimizer: torch.optim.Optimizer, parallel: Parallel
 ) -> dict[str, Any]:
-    """Fill model, optimizer and random state from a checkpoint; returns its progress.
+    """Fill model, optimizer and random state from a checkpoint (that `verify` has passed); returns
+    its progress.
 
-    Raises InputError on every rank if any file is missing or damaged. Random state is restored
-    where this rank existed when the checkpoint was written.
+    Raises InputError if it belongs to another model. Random state is restored where this rank
+    existed when the checkpoint was written.
     """
-    progress = verify(path, parallel)
+    progress = read_progress(path)
     model, optim = _state(policy, optimizer)
     state: dict[str, Any] = {"model": model, "optim": optim}
     read_state(path, state, alone=parallel.world == 1)
