@@ -66,7 +66,7 @@ def test_front_matter_of_each_kind():
 def test_what_was_trained():
     text = card("--lr=2e-5", "--vision_lr=2e-6", "--freeze_vision=false", "--freeze_mm_proj")
     for line in (
-        "- data: `a.json`, `b.json`, 40,000 rows",
+        "- data: `a.json`, `b.json`, 40,000 rows an epoch",
         "- steps: 1,200, which saw 76,800 rows",
         "- rows a step: 64",
         "- highest learning rate: 2e-05, 2e-06 (vision tower)",

@@ -146,6 +146,7 @@ def test_no_odd_file_ends_it_otherwise_than_with_a_report_or_bad_input(case, tmp
         (["--train_file", "{data}", "--max_tokens_per_gpu", "9"], "--global_batch_size"),
         (["--train_file", "{data}", "--vlm_model_name_or_path", "/no/model"], "/no/model"),
         (["--train_file", "{data}", "--json", "{data}/x.json"], "cannot be written"),
+        (["--train_file", "{data}", "--image_size", "big"], "--image_size"),
     ],
 )
 def test_what_cannot_be_read_is_one_line_and_exit_code_2(flags, words, data, capsys):

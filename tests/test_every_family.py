@@ -159,3 +159,22 @@ def test_a_resumed_run_is_the_unbroken_one(exported: Path, name: str) -> None:
     train(exported, name, "parted", "--max_steps=1")
     parted = train(exported, name, "parted", "--max_steps=3", "--resume=auto")
     assert losses(parted) == pytest.approx(losses(exported / name / "whole"), abs=1e-6)
+
+
+@pytest.mark.parametrize("more", [[], ["--lora_r=4"]])
+def test_a_run_that_saw_text_alone_resumes(exported: Path, more: list[str]) -> None:
+    """Layers that only images reach have had no gradient when it is saved."""
+    texts = write_rows(exported / "mllama" / "texts", [0, 0, 0])
+    out = f"texts-{len(more)}"
+    flags = (f"--train_file={texts}", *more)
+    train(exported, "mllama", out, "--max_steps=1", *flags)
+    run = train(exported, "mllama", out, "--max_steps=2", "--resume=auto", *flags)
+    assert len(losses(run)) == 2
+
+
+def test_text_leaves_a_model_of_which_only_images_reach_the_trained_part(exported: Path) -> None:
+    texts = write_rows(exported / "mllama" / "texts", [0, 0, 0])
+    flags = (f"--train_file={texts}", "--max_steps=2", "--freeze_language", "--freeze_vision=true")
+    run = train(exported, "mllama", "projector", *flags)
+    first, second = losses(run)
+    assert first == second

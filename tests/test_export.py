@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -72,15 +74,17 @@ def test_shards_have_an_index_and_the_type_that_was_asked_for(trained, tmp_path)
     assert "base_model" not in (out / "README.md").read_text().split("---")[1]
 
 
-def test_an_export_that_cannot_be_written_leaves_nothing(trained, tmp_path, monkeypatch) -> None:
-    import errno
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
-    with pytest.raises(VireoError, match="cannot be written: No space left"):
-        export(trained[0], tmp_path / "out")
+def test_an_export_that_cannot_be_written_leaves_nothing(trained, tmp_path) -> None:
+    """The kernel refuses to let a file grow, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(VireoError, match="out cannot be written: "):
+            export(trained[0], tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,10 +104,26 @@ def test_a_run_ends_with_its_export_on_the_hub(tmp_path, monkeypatch, lora: int)
     train(
         tmp_path, model, "run", "--push_to_hub=me/mine", "--hub_private=false", f"--lora_r={lora}"
     )
-    folder = tmp_path / "run" / "export"
+    folder = tmp_path / "run" / "export-step-2"
     assert asked == ["me/mine"]
     assert pushed == [(folder, "me/mine", False)]
     name = "adapter_model.safetensors" if lora else "model.safetensors"
     assert (folder / name).exists()
     assert "me/mine" in (folder / "README.md").read_text()
     assert "pushed to the hub" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_resumed_run_pushes_its_own_weights(tmp_path, monkeypatch) -> None:
+    pushed = []
+    monkeypatch.setattr(sft, "check_push", lambda *_: None)
+    monkeypatch.setattr(sft, "push", lambda folder, *_: pushed.append(load_all(folder)))
+    model = build("qwen2_5_vl", tmp_path / "model", size="test")
+    train(tmp_path, model, "run", "--push_to_hub=me/mine")
+    more = ("--max_steps=3", "--resume=auto", "--lr_scheduler=constant")
+    train(tmp_path, model, "run", "--push_to_hub=me/mine", *more)
+    first, second = pushed
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def load_all(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tests.tiny_models import assistant, noise, policy, renderer, row, user
-from vireo.data.packing import by_rows, by_tokens, share
+from vireo.data.packing import by_rows, by_tokens, micro_batches, padding_share, share
 from vireo.data.ragged import BASE_KEYS, IGNORE, Batch, Example
 from vireo.errors import RowError
 from vireo.families import FAMILIES
@@ -67,6 +67,18 @@ def test_micro_batches_by_rows_keep_the_order(count, rows):
     assert [i for batch in batches for i in rows_in(batch)] == list(range(count))
     assert [len(batch) for batch in batches[:-1]] == [rows] * (len(batches) - 1)
     assert all(1 <= len(batch) <= rows for batch in batches)
+
+
+def test_the_trainers_micro_batches_are_of_one_kind_where_kinds_cannot_mix():
+    rows = examples_of([4, 4, 2, 2])
+    for example, images in zip(rows, (1, 0, 1, 0)):
+        example.images = images
+    for sized in ({"rows": 3}, {"rows": 1, "budget": 6}):
+        batches = micro_batches(rows, can_mix=False, **sized)
+        assert [rows_in(batch) for batch in batches] == [[1, 3], [0, 2]]
+    padded = micro_batches(rows, rows=1, budget=6, packing=False)
+    assert [rows_in(batch) for batch in padded] == [[0], [1], [2, 3]]
+    assert padding_share(micro_batches(rows, rows=4)) == 0.25
 
 
 def test_ranks_take_micro_batches_in_turn():

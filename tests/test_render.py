@@ -461,7 +461,8 @@ def refusal(made: Renderer, *turns, images=()) -> RowError:
 def test_an_image_too_long_and_thin_is_refused():
     error = refusal(renderer("qwen2_5_vl"), user(0), assistant("a"), images=[noise(300, 1)])
     assert error.reason == "bad_image"
-    assert "300" in error.message
+    assert "300 x 1 pixels" in error.message
+    assert "pad_square" in error.message
 
 
 def test_a_missing_image_is_refused_by_name(tmp_path):

@@ -204,7 +204,6 @@ def test_an_empty_file_and_an_empty_section_say_nothing(write):
             "--batch.per-device-train-batch-size and --max_tokens_per_gpu exclude each other",
         ),
         (TOKENS, "--max_tokens_per_gpu needs --global_batch_size"),
-        ([*TOKENS, "--packing=false"], "--packing false and --max_tokens_per_gpu exclude each"),
         ([*HYBRID, "--fsdp_enable=false"], "--fsdp_sharding hybrid needs --fsdp_enable true"),
     ],
 )
@@ -273,7 +272,7 @@ def _trees(draw) -> dict[str, Any]:
         values[key] = draw(_values(FLAGS[dotted]))
     batch, fsdp = tree.get("batch", {}), tree.get("fsdp", {})
     if batch.get("max_tokens_per_gpu"):
-        batch |= {"per_device_train_batch_size": None, "packing": None, "global_batch_size": 4}
+        batch |= {"per_device_train_batch_size": None, "global_batch_size": 4}
     if weights := tree.get("data", {}).get("train_weights"):
         tree["data"]["train_file"] = [f"f{i}" for i in range(len(weights))]
     if fsdp.get("sharding") == "hybrid":

@@ -387,3 +387,31 @@ def test_the_published_starter_command_trains_saves_and_resumes(base: Path) -> N
     assert (output / "samples" / "step-3.jsonl").exists()
     exported = export(output / "saves" / "step-3", output / "export")
     assert "<|im_start|>" in (exported / "chat_template.jinja").read_text()
+
+
+def test_an_evaluation_that_was_missed_is_made_up_for(base: Path, unbroken: Path) -> None:
+    new = stopped_at(unbroken, STEPS, base / "no-evaluation")
+    lines = (unbroken / "metrics.jsonl").read_text()
+    (new / "metrics.jsonl").write_text(lines)
+    more = [f"--eval_file={base / 'data' / 'rows.json'}", "--eval_samples=0", "--resume=auto"]
+    train(base, new.name, *more)
+    train(base, new.name, *more)
+    records = [json.loads(line) for line in (new / "metrics.jsonl").open()]
+    assert [r["step"] for r in records if "eval_loss" in r] == [STEPS]
+
+
+def test_no_evaluation_is_made_up_without_rows(base: Path, tmp_path: Path) -> None:
+    new = train(base, "no-eval-file", "--eval_steps=2")
+    assert "eval" not in (new / "metrics.jsonl").read_text()
+    assert "--eval_steps has no effect without --eval_file" in (new / "log.txt").read_text()
+    rows = write_rows(tmp_path / "data", [1])
+    (tmp_path / "data" / "0.png").write_bytes(b"broken")
+    new = train(base, "all-refused", f"--eval_file={rows}", "--on_bad_row=skip")
+    last = json.loads((new / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["eval_loss"] is None
+
+
+def test_a_start_that_failed_does_not_take_the_folder(base: Path) -> None:
+    with pytest.raises(InputError, match="no such linear module"):
+        train(base, "second-try", "--lora_r=4", "--lora_target_modules=q_prj")
+    train(base, "second-try", "--lora_r=4", "--lora_target_modules=q_proj", "--max_steps=1")

@@ -5,6 +5,7 @@ Used by the trainers (on the sharded policy) and by `vireo eval` (on a plain mod
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,7 +20,15 @@ from vireo.data.packing import micro_batches
 from vireo.data.ragged import TRAINER_KEYS, Batch
 from vireo.data.render import Renderer
 from vireo.errors import InputError, RowError
-from vireo.models.lora import ADAPTER_CONFIG, add_adapters, base_of, fill_adapters, read_adapter
+from vireo.models.load import fingerprint
+from vireo.models.lora import (
+    ADAPTER_CONFIG,
+    add_adapters,
+    base_of,
+    fill_adapters,
+    other_base,
+    read_adapter,
+)
 from vireo.training.engine import TrainEngine
 
 
@@ -87,8 +96,9 @@ def held_out_loss(
     steps: Iterable[StepRows],
     batch_rows: int,
     refuse: Callable[[list[RowError]], None],
-) -> float:
+) -> float | None:
     """Mean loss per unit of token weight over all `steps`, shared out over the ranks; collective.
+    None where no row could be used.
 
     `refuse` is told of rows that could not be read, on every rank at once.
     """
@@ -98,7 +108,7 @@ def held_out_loss(
         can_mix = engine.policy.family.can_mix
         sums = engine.evaluate(micro_batches(step.examples, rows=batch_rows, can_mix=can_mix))
         total, weight = total + sums[0], weight + sums[1]
-    return total / max(weight, 1e-12)
+    return total / weight if weight else None
 
 
 def policy_answers(
@@ -147,7 +157,10 @@ def evaluate_files(
     adapter = None
     if (Path(folder) / ADAPTER_CONFIG).exists():
         adapter, folder = folder, base_of(folder)
-        processor_folder = processor_folder or adapter
+        if processor_folder is None and list(Path(adapter).glob("tokenizer*")):
+            processor_folder = adapter
+        if notice := other_base(adapter, fingerprint(folder)):
+            print(f"note: {notice}", file=sys.stderr)
     renderer = Renderer(
         folder, processor_folder, image_size=image_size, image_strategy=image_strategy
     )

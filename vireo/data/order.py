@@ -14,7 +14,8 @@ def permutation(rows: int, seed: int, number: int, file: int = 0) -> np.ndarray:
     """The numbers below `rows` in a random order, int64 [rows]; each `number` has its own."""
     # A generator of torch looks at 32 bits of its seed: the factor spreads files over all of them.
     mixed = seed * 1_000_003 + file * 2_654_435_761 + number
-    return torch.randperm(rows, generator=torch.Generator().manual_seed(mixed)).numpy()
+    generator = torch.Generator().manual_seed(mixed % (1 << 63))
+    return torch.randperm(rows, generator=generator).numpy()
 
 
 def interleave(counts: Sequence[int]) -> np.ndarray:

@@ -13,22 +13,20 @@ the ids again:
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from vireo.data import chat_templates
 from vireo.data.conversation import Conversation, Image, ImageRef, Text, Turn
 from vireo.data.images import ImageError, as_row_error, fit_image, load_image
+from vireo.data.model_folder import load_config, load_processor
 from vireo.data.positions import Positions
 from vireo.data.ragged import BASE_KEYS, IGNORE, Example
 from vireo.data.template import ChatTemplate, check_others, control_tokens
 from vireo.data.typed import MARK, Typed
-from vireo.errors import InputError, RowError, first_line
-from vireo.families import Family, family_of
+from vireo.errors import InputError, RowError
 
 
 class Renderer:
@@ -265,9 +263,14 @@ class Renderer:
                 add_special_tokens=False,
                 return_tensors="pt",
             )
-        except (ValueError, TypeError) as error:
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if not images:
+                raise RowError("template", f"the processor refuses the text: {error}") from error
+            sizes = ", ".join(f"{image.width} x {image.height}" for image in images[:9])
             raise RowError(
-                "bad_image" if images else "template", f"the processor refuses it: {error}"
+                "bad_image",
+                f"the processor refuses its image(s) of {sizes} pixels: {error}; a thin one can be "
+                "padded with --image_strategy pad_square",
             ) from error
 
     def _align(
@@ -341,25 +344,3 @@ def _split(ids: list[int], mark: int) -> list[tuple[int, list[int]]]:
             runs.append((start, ids[start:i]))
             start = i + 1
     return runs
-
-
-def load_config(path: str) -> tuple[Any, Family]:
-    """The model's config and family entry; InputError if `path` holds no model Vireo knows."""
-    if (Path(path) / "adapter_config.json").exists():
-        raise InputError(f"{path} is an adapter: name its base here, and it with --lora_adapter")
-    try:
-        config = AutoConfig.from_pretrained(path)
-        return config, family_of(config)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{path} is no model that can be loaded: {first_line(error)}") from error
-    except LookupError as error:
-        raise InputError(f"{path}: {error}") from error
-
-
-def load_processor(family: Family, path: str) -> Any:
-    """The processor (or, for a text family, the tokenizer) of a model folder, a copy of its own."""
-    loader = AutoProcessor if family.has_vision else AutoTokenizer
-    try:
-        return loader.from_pretrained(path)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InputError(f"{path}: its processor cannot be loaded: {first_line(error)}") from error

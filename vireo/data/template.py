@@ -217,6 +217,8 @@ def _changed(turns: Sequence[Turn], i: int, thoughts: bool) -> RowError:
         )
     elif thoughts:
         what += ": it does not write its thoughts; take them out, or use a template that does"
+    else:
+        what += "; write the answer as it does, or use another --chat_template"
     return RowError("template", what)
 
 

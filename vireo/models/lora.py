@@ -30,6 +30,13 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 # Words for all linear modules of a part.
 PART_WORDS = {"vision_tower": "vision", "mm_proj": "projector", "language": "language"}
 DEFAULT_TARGETS = ("language",)
+BASE_MARK = "base_fingerprint"  # in the weight file's own notes
+# What an adapter folder may have that plain LoRA has not.
+_OTHER_KINDS = (
+    *("use_dora", "use_rslora", "use_qalora", "lora_bias", "modules_to_save", "rank_pattern"),
+    *("alpha_pattern", "layer_replication", "trainable_token_indices", "target_parameters"),
+    *("alora_invocation_tokens", "corda_config", "eva_config", "loftq_config"),
+)
 _BASE = "base_model_name_or_path"
 _NAME = "default"  # PEFT's name of the one adapter
 
@@ -60,6 +67,10 @@ def add_adapters(hf: nn.Module, family: Family, lora: Lora) -> list[str]:
     chosen = matched_modules(hf, family, lora)
     meta = next(hf.parameters()).is_meta
     inject_adapter_in_model(peft_config(lora, chosen), hf, low_cpu_mem_usage=meta)
+    assert adapted_modules(hf) == chosen  # PEFT finds modules by the ends of their names
+    for name, parameter in named_parameters(hf):
+        if is_adapter(name):
+            parameter.data = parameter.data.float()
     return chosen
 
 
@@ -120,7 +131,7 @@ def adapted_modules(hf: nn.Module) -> list[str]:
 
 
 def _no_match(word: str, flag: str, hf: nn.Module, linear: list[str], part: dict) -> str:
-    names = sorted({name.split(".")[-1] for name in linear})
+    names = sorted({n for name in linear if not (n := name.split(".")[-1]).isdigit()})
     words = [w for w, p in PART_WORDS.items() if p in part.values()]
     parts = sorted({part[n] for n in linear if n.split(".")[-1] == word and part[n]})
     if parts:
@@ -211,11 +222,9 @@ def read_adapter(folder: str | Path) -> Lora:
             names = list(file.keys())
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(f"{folder} holds no readable adapter: {error}") from error
-    strange = [
-        key
-        for key in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
-        if config.get(key)
-    ]
+    strange = [key for key in _OTHER_KINDS if config.get(key)]
+    if config.get("init_lora_weights", True) not in (True, False, "gaussian"):
+        strange.append(f"init_lora_weights {config['init_lora_weights']}")  # moves the base's own
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or strange:
         raise InputError(
             f"{folder}: only plain LoRA adapters can be gone on with, found "
@@ -228,7 +237,10 @@ def read_adapter(folder: str | Path) -> Lora:
     ]
     if not modules:
         raise InputError(f"{folder}/{ADAPTER_WEIGHTS} holds no LoRA weights")
-    return Lora(config["r"], config["lora_alpha"], config["lora_dropout"], tuple(modules))
+    scale = config.get("r"), config.get("lora_alpha")
+    if not all(isinstance(value, int) and value > 0 for value in scale):
+        raise InputError(f"{folder}/{ADAPTER_CONFIG}: r and lora_alpha are {scale}")
+    return Lora(*scale, config.get("lora_dropout") or 0.0, tuple(modules))
 
 
 def base_of(folder: str | Path) -> str:
@@ -237,6 +249,15 @@ def base_of(folder: str | Path) -> str:
         return local_folder(json.loads((Path(folder) / ADAPTER_CONFIG).read_text())[_BASE])
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{folder}/{ADAPTER_CONFIG} does not name a base: {error}") from error
+
+
+def other_base(folder: str | Path, fingerprint: int) -> str:
+    """A notice if an adapter folder says that it was trained on another model ('' if not)."""
+    with safe_open(Path(folder) / ADAPTER_WEIGHTS, framework="pt") as file:
+        mark = (file.metadata() or {}).get(BASE_MARK)
+    if mark is None or mark == str(fingerprint):
+        return ""
+    return f"the adapters of {folder} were trained on another base: its weight files differ"
 
 
 def fill_adapters(hf: nn.Module, folder: str | Path) -> None:

@@ -27,8 +27,6 @@ from vireo.report.opened import open_files, open_renderer
 from vireo.report.page import show, write
 from vireo.settings import load_settings
 
-_NO_LIMIT = 2**62
-
 
 def doctor(
     *, json_file: str | None = None, html_file: str | None = None, world: int = 1, **flags: Any
@@ -60,7 +58,7 @@ def doctor(
 
 class Look:
     """One pass over all rows. Of each it keeps its length (0: a bad one), its number of images and
-    a hash of its content, 16 bytes; of each distinct picture its size, about 300 bytes.
+    a hash of its content, 20 bytes; of each distinct picture its size, about 300 bytes.
 
     `renderer`: the trainer's, or None to count characters.
     """
@@ -69,21 +67,18 @@ class Look:
         self.rows, self.renderer = rows, renderer
         self.bad: dict[str, First] = defaultdict(First)
         self.lengths, self.images, self.contents = array("I"), array("I"), array("Q")
-        self.roles: Counter[str] = Counter()
-        self.images_per_row: Counter[str] = Counter()
         self.measured = array("I")  # lengths, those over the limit too
-        self.limit = self.trained = self.image_tokens = 0
-        self.modes: Counter[str] = Counter()
-        self.references = self.exif_turned = 0
+        self.roles, self.images_per_row, self.modes = Counter[str](), Counter[str](), Counter[str]()
+        self.references = self.exif_turned = self.limit = self.trained = self.image_tokens = 0
         self.long = First()
         self.sizes: dict[int, tuple[int, int]] = {}  # upright (width, height) by hash of the bytes
         self._pictures: dict[int, int] = {}  # hash of the bytes by hash of the path
         if renderer:
-            self.limit, renderer.longest = renderer.longest, _NO_LIMIT
-            renderer.tokenizer.model_max_length = _NO_LIMIT
+            self.limit, renderer.longest = renderer.longest, 2**62
+            renderer.tokenizer.model_max_length = 2**62  # or it warns
         for error in rows.skipped:
             self.bad[error.reason].add(f"{error.where}: {error.message}")
-        for i in tqdm(range(len(rows)), "looking at rows", unit=" rows", delay=2, mininterval=1):
+        for i in tqdm(range(len(rows)), "looking at rows", unit=" rows", delay=2, disable=None):
             length, images, content = 0, 0, i  # of a bad row, like no other one's
             try:
                 length, images, content = self._row(rows[i])
@@ -162,7 +157,6 @@ class Look:
             "rows": {
                 "total": self.rows.total,
                 "bad": bad,
-                "bad_share": share(bad, self.rows.total),
                 "nothing_to_learn": nothing,
                 "roles": dict(self.roles.most_common()),
                 "images_per_row": dict(self.images_per_row.most_common()),
@@ -185,13 +179,13 @@ class Look:
         }
 
     def _lengths(self) -> dict[str, Any]:
-        found = {"per_row": spread(self.measured), "histogram": histogram(self.measured)}
-        if self.renderer is None:
-            return {"unit": "characters", **found}
-        total = sum(self.lengths)
-        counts = {"total": total, "trained": self.trained, "image": self.image_tokens}
-        shares = {"trained_share": share(self.trained, total), "limit": self.limit}
-        return {"unit": "tokens", **found, **counts, **shares}
+        found: dict[str, Any] = {"unit": "tokens" if self.renderer else "characters"}
+        found |= {"per_row": spread(self.measured), "histogram": histogram(self.measured)}
+        if self.renderer:
+            total = sum(self.lengths)
+            found |= {"total": total, "image": self.image_tokens, "trained": self.trained}
+            found |= {"trained_share": share(self.trained, total), "limit": self.limit}
+        return found
 
     def _duplicates(self) -> dict[str, Any]:
         """Rows whose content an earlier one has, whatever their id."""

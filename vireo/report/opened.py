@@ -28,7 +28,7 @@ def open_files(settings: Settings) -> Mixture:
     for path, name in zip(paths, short_names(paths)):
         source, root = open_source(path, settings.data.image_root, name)
         places, skipped = array("q"), []
-        for at, row in tqdm(source.scan(), "checking rows", unit=" rows", delay=2, mininterval=1):
+        for at, row in tqdm(source.scan(), "checking rows", unit=" rows", delay=2, disable=None):
             try:
                 if isinstance(row, RowError):
                     raise row

@@ -14,8 +14,6 @@ from PIL import Image
 
 from vireo.errors import InputError
 
-THUMBNAIL = 448  # longest side in pixels
-
 # Nothing but the page itself may load, and no script may run, whatever a row holds.
 _BASE = """<!doctype html>
 <html lang="en">
@@ -32,8 +30,7 @@ _BASE = """<!doctype html>
   --soft: light-dark(#5b6575, #9aa5b4); --bar: light-dark(#3b78d8, #6ca0f2);
   --bad: light-dark(#b3261e, #ff9d94); --bad-bg: light-dark(#fde7e5, #4a1d1a); }
 body { max-width: 76rem; margin: 0 auto; padding: 1.5rem 1.25rem 3rem; background: var(--page);
-  color: var(--text); font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif;
-  overflow-wrap: anywhere; }
+  color: var(--text); font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1, h2, h3, p, ul { margin: 0 0 .5rem; font-size: 1rem; }
 h1 { font-size: 1.5rem; }
 ul { padding-left: 1.1rem; }
@@ -72,9 +69,9 @@ def _shown(value: Any) -> Any:
 
 
 def data_uri(image: Image.Image) -> str:
-    """The picture inside the page, made smaller where its longest side passes THUMBNAIL."""
+    """The picture inside the page, at most 448 pixels wide and high."""
     small, file = image.copy(), io.BytesIO()
-    small.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
+    small.thumbnail((448, 448))
     small.save(file, "WEBP", quality=90, lossless=max(small.size) < 200)
     return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
 

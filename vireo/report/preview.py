@@ -70,8 +70,7 @@ def preview(*, count: int = 4, html: str | None = None, **flags: Any) -> None:
     model = f"{settings.model.vlm_model_name_or_path} ({renderer.family.name})"
     summary = f"{model}: {padding:.1%} padding in one padded batch of these rows"
     if html is None:
-        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        show(text(files, summary, colour))
+        show(text(files, summary, sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
     else:
         write(html, page(files, summary))
 

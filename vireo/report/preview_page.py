@@ -56,7 +56,8 @@ _PAGE = """{% extends "base" %}
   font-weight: 600; }
 .masked { color: light-dark(#4a5362, #b6bfcc); background: light-dark(#eef0f4, #262e39); }
 .image { color: light-dark(#6d32c9, #d3b8ff); background: light-dark(#ecdfff, #3a2363); }
-img { max-width: 100%; min-width: 4rem; image-rendering: pixelated; }
+img { max-width: 100%; min-width: 4rem; image-rendering: pixelated;
+  border: 1px solid var(--line); }
 {% endblock %}
 {% block body %}
 <h1>What the trainer sees</h1>

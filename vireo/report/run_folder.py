@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from vireo.errors import VireoError
 from vireo.report.environment import environment
 from vireo.report.trackers import RunFacts, Trackers, choose
 from vireo.settings import Settings
@@ -22,7 +24,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, settings: Settings, active: bool, resumed_at: int | None):
-        self.path, self.active = path, active
+        self.path, self.active, self._closed = path, active, False
         if not active:
             return
         path.mkdir(parents=True, exist_ok=True)
@@ -31,7 +33,9 @@ class RunFolder:
         records = path / "metrics.jsonl"
         if resumed_at is not None and records.exists():
             kept = [line for line in records.read_text().splitlines() if _step(line) <= resumed_at]
-            records.write_text("".join(line + "\n" for line in kept))
+            aside = path / ".metrics.jsonl"
+            aside.write_text("".join(line + "\n" for line in kept))
+            os.replace(aside, records)
         run = settings.run
         facts = RunFacts(
             folder=path,
@@ -41,10 +45,11 @@ class RunFolder:
             resumed_at=resumed_at,
         )
         self._trackers = Trackers(choose(run.report_to), facts, self.say)
-        # Last, because a folder that has this file is an earlier run's: one whose tracker could not
-        # be opened has done nothing yet, and is started again by the same command.
-        if resumed_at is None:
-            records.write_text("")
+
+    def begin(self) -> None:
+        """The run has begun: from here on its folder is taken, and another one is refused it."""
+        if self.active:
+            (self.path / "metrics.jsonl").touch()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -55,23 +60,40 @@ class RunFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the trackers; they are told whether the run failed."""
-        if self.active:
-            self._trackers.finish(failed=error is not None)
+        self.close(failed=error is not None)
+
+    def close(self, failed: bool = False) -> None:
+        """Close the trackers; they are told whether the run failed. The first call counts."""
+        if self.active and not self._closed:
+            self._closed = True
+            self._trackers.finish(failed)
 
     def metrics(self, record: dict[str, Any]) -> None:
         """Append one record to metrics.jsonl and send its numbers to the trackers."""
         if self.active:
-            with (self.path / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            self._append("metrics.jsonl", json.dumps(record))
             self._trackers.record(record)
+
+    def last_evaluated(self) -> int:
+        """The step of the last evaluation on record, -1 for none."""
+        records = self.path / "metrics.jsonl"
+        lines = records.read_text().splitlines() if self.active and records.exists() else []
+        found = [json.loads(line) for line in lines if '"eval_loss"' in line]
+        return found[-1]["step"] if found else -1
 
     def say(self, text: str) -> None:
         """A line for the person: to the console and to log.txt."""
         if self.active:
             print(text, flush=True)
-            with (self.path / "log.txt").open("a") as file:
-                file.write(time.strftime("%H:%M:%S ") + text + "\n")
+            self._append("log.txt", time.strftime("%H:%M:%S ") + text)
+
+    def _append(self, name: str, line: str) -> None:
+        try:
+            with (self.path / name).open("a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            what = error.strerror or error
+            raise VireoError(f"{self.path / name} cannot be written: {what}") from error
 
     def samples(self, step: int, answers: list[dict[str, Any]], pictures: list[list[Any]]) -> None:
         """Answers of an evaluation: samples/step-N.jsonl with the images that the model saw."""

@@ -117,9 +117,8 @@ def unpack(pixels: Tensor, grids: list[Tensor], processor: Any) -> list[Tensor]:
             _, rows, columns = grid[0].tolist()
             blocks = (-1, rows // merge, columns // merge, merge, merge)
             frames = pixels.shape[1] // (3 * side * side)
-            cells = pixels.reshape(*blocks, 3, frames, side, side)[0, ..., 0, :, :]
-            cells = cells.permute(4, 0, 2, 5, 1, 3, 6)
-            return [cells.reshape(3, rows * side, columns * side)]
+            patches = pixels.reshape(*blocks, 3, frames, side, side)[0, ..., 0, :, :]
+            return [patches.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * side, columns * side)]
         if grid.dim() == 2 and grid.shape[1] == 2 and pixels.shape[:3] == (1, 3, side):
             strips = pixels[0].split((grid.prod(dim=1) * side).tolist(), dim=-1)
             return [

@@ -142,7 +142,8 @@ class BatchSettings(Section):
     max_tokens_per_gpu: int | None = Field(
         default=None,
         ge=1,
-        description="Packed tokens of one micro-batch at most, in place of a number of rows.",
+        description="Tokens of one micro-batch at most, padding counted, in place of a number of "
+        "rows.",
     )
     packing: bool | None = Field(
         default=None,
@@ -158,11 +159,6 @@ class BatchSettings(Section):
             raise ValueError(
                 "--per_device_train_batch_size and --max_tokens_per_gpu exclude each other: "
                 "a micro-batch is sized by rows or by tokens; leave one out"
-            )
-        if self.packing is False:
-            raise ValueError(
-                "--packing false and --max_tokens_per_gpu exclude each other: a budget of tokens "
-                "is filled by packing; leave one out"
             )
         if self.global_batch_size is None:
             raise ValueError(
@@ -272,7 +268,7 @@ class LoraSettings(Section):
     alpha: int = Field(
         default=16, ge=1, description="Scale of the adapters: they count alpha / r times."
     )
-    dropout: float = Field(default=0.0, ge=0, le=1, description="Share of adapter inputs dropped.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of adapter inputs dropped.")
     target_modules: Names | None = Field(
         default=None,
         description="Linear modules that get an adapter: module names (q_proj), or vision_tower, "

@@ -14,7 +14,7 @@ from vireo.errors import InputError
 from vireo.hub import local_folder
 from vireo.models.build import ModelSpec, build_policy
 from vireo.models.load import fingerprint
-from vireo.models.lora import Lora, adapted_modules, read_adapter
+from vireo.models.lora import Lora, adapted_modules, other_base, read_adapter
 from vireo.parallel import Parallel
 from vireo.settings import Settings
 from vireo.settings.schema import LoraSettings
@@ -98,13 +98,16 @@ def build_engine(
     if notice:
         built.notices.append(f"--fsdp_auto_wrap_cls: {notice}")
     if lora is not None:
+        mark = parallel.gather(fingerprint(folder) if parallel.main else None)[0]
+        if adapter is not None and (notice := other_base(adapter, mark)):
+            built.notices.append(notice)
         built.adapters = {
             "r": lora.r,
             "alpha": lora.alpha,
             "dropout": lora.dropout,
             "modules": adapted_modules(policy.hf),
             "base": settings.model.vlm_model_name_or_path,
-            "fingerprint": parallel.gather(fingerprint(folder) if parallel.main else None)[0],
+            "fingerprint": mark,
         }
     if start_from is not None:
         _check_base(start_from, built.adapters, folder)

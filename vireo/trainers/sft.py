@@ -32,6 +32,7 @@ from vireo.report.console import memory_gb, progress_bar, step_line
 from vireo.report.run_folder import RunFolder
 from vireo.settings import Settings
 from vireo.trainers.build import build_engine
+from vireo.trainers.idle import idle_settings
 from vireo.trainers.refused import Refused
 from vireo.trainers.setup import find_checkpoint, run_paths, step_size, total_steps
 from vireo.trainers.stopping import Stopping
@@ -51,9 +52,10 @@ def run(settings: Settings, *, vision: bool) -> int:
         settings.fsdp.enable, settings.fsdp.sharding, settings.fsdp.shard_size
     )
     try:
-        trackers.choose(settings.run.report_to)
-        if settings.run.push_to_hub and parallel.main:
-            check_push(settings.run.push_to_hub)
+        if parallel.main:  # before hours of work, not after
+            trackers.choose(settings.run.report_to)
+            if settings.run.push_to_hub:
+                check_push(settings.run.push_to_hub)
         sft = Sft(settings, parallel, vision)
         with sft.folder:
             return sft.run()
@@ -118,14 +120,12 @@ class Sft:
         self._check_data_unchanged(done)
         self.folder = RunFolder(self.output, settings, parallel.main, done.get("step"))
         self.notices = [notice] if notice else []
-        lora = settings.lora
-        if not lora.r and not lora.adapter and lora != type(lora)():
-            self.notices.append("--lora_r is 0: the other lora settings have no effect")
+        self.notices += idle_settings(settings)
         self.steps = total_steps(settings.optim, self.plan.steps_per_epoch)
         known = [*done.get("skipped", []), *map(str, self.rows.skipped)]
         self.refused = Refused(parallel, data.on_bad_row, known, self.folder.say)
         self.step, self.position = done.get("step", 0), done.get("position", 0)
-        self.started_at = self.step
+        self.started_at, self.saved = self.step, self.start_from
 
     # -- the loop ----------------------------------------------------------------------------
 
@@ -138,20 +138,23 @@ class Sft:
         )
         engine, self.adapters = built.engine, built.adapters
         self.notices += built.notices
+        self.folder.begin()
         self._greet(engine)
         with Stopping(parallel) as stopping:
             stopped = self._train(engine, stopping)
-        if stopped:
-            self.folder.say(
-                f"stopped by {signal.Signals(stopped).name} after step {self.step}, which is "
-                "saved; go on with --resume auto"
-            )
-            return 128 + stopped
-        if settings.run.push_to_hub and parallel.main:
-            self._push(settings.run.push_to_hub)
-        skipped = f", {len(self.refused)} rows skipped" if len(self.refused) else ""
-        self.folder.say(f"done: {self.step} steps{skipped}, run folder {self.output}")
-        return 0
+            if stopped:
+                self.folder.say(
+                    f"stopped by {signal.Signals(stopped).name} after step {self.step}, which is "
+                    "saved; go on with --resume auto"
+                )
+            else:
+                if settings.run.push_to_hub and parallel.main:
+                    self._push(settings.run.push_to_hub)
+                skipped = f", {len(self.refused)} rows skipped" if len(self.refused) else ""
+                self.folder.say(f"done: {self.step} steps{skipped}, run folder {self.output}")
+            self.folder.close()
+            parallel.barrier()  # a rank that left would have its launcher end the others
+        return 128 + stopped if stopped else 0
 
     def _train(self, engine: TrainEngine, stopping: Stopping) -> int:
         """The steps; the signal that ended them early, or 0."""
@@ -200,21 +203,22 @@ class Sft:
             bar.update()
             if settings.run.save_steps and self.step % settings.run.save_steps == 0:
                 saved = self._save(engine)
-            if settings.run.eval_steps and self.step % settings.run.eval_steps == 0:
+            every = settings.run.eval_steps if self.eval_rows else 0
+            if every and self.step % every == 0:
                 evaluated = self._evaluate(engine)
             clock = time.perf_counter() if self.step in (saved, evaluated) else clock
             stopped = stopping.asked()
             if stopped:
                 break
         bar.close()
-        if self.step > self.started_at:  # a run that was finished already has both
-            if saved != self.step:
-                self._save(engine)
-            if self.eval_rows and evaluated != self.step and not stopped:
-                self._evaluate(engine)
-        else:
+        if self.step == self.started_at:
             self.folder.say(f"nothing to do: step {self.step} of {self.steps} is done")
-        return stopped
+            evaluated = parallel.gather(self.folder.last_evaluated())[0]
+        elif saved != self.step:
+            self._save(engine)
+        if self.eval_rows and evaluated != self.step and not stopped:
+            self._evaluate(engine)
+        return stopped or stopping.asked()
 
     def _micro_batches(self, item: StepRows) -> list[Batch]:
         """This rank's micro-batches of a step, once every rank knows which rows are refused."""
@@ -236,7 +240,8 @@ class Sft:
         steps = self._loader(self.eval_rows, plan, start=0, stop=rows)
         loss = held_out_loss(engine, steps, self.size.chunk, self.refused.share)
         record: dict[str, Any] = {"step": self.step, "eval_loss": loss}
-        line = f"eval at step {self.step}: loss {loss:.4f}"
+        shown_loss = "no row could be used" if loss is None else f"loss {loss:.4f}"
+        line = f"eval at step {self.step}: {shown_loss}"
         shown = self._readable(run.eval_samples)
         if shown:
             answers = policy_answers(engine, self.renderer, shown, run.max_new_tokens)
@@ -265,21 +270,27 @@ class Sft:
                 "global_batch": self.size.rows,
                 "skipped": list(self.refused.rows),
                 "adapters": self.adapters,
+                "run_folder": str(self.output.resolve()),
                 "base_model": None if name == self.model_folder else name,  # a Hub name
                 "settings": self.settings.model_dump(mode="json", by_alias=True),
             },
             self._write_hf,
             full=self.settings.fsdp.checkpoint == "full",
         )
+        self.saved = path
         if self.parallel.main:
-            checkpoint.prune(self.saves, self.settings.run.keep_checkpoints)
+            try:
+                checkpoint.prune(self.saves, self.settings.run.keep_checkpoints)
+            except OSError as error:  # the run can do without; the next save tries again
+                self.folder.say(f"warning: an older checkpoint cannot be removed: {error}")
         self.folder.say(f"saved {path} in {time.perf_counter() - started:.1f} s")
         return self.step
 
     def _push(self, repo: str) -> None:
-        folder = self.output / "export"
+        folder = self.output / f"export-step-{self.step}"
         if not folder.exists():
-            export(self.saves / f"step-{self.step}", folder, repo=repo)
+            assert self.saved is not None
+            export(self.saved, folder, repo=repo)
         self.folder.say(f"pushed to {push(folder, repo, self.settings.run.hub_private)}")
 
     def _write_hf(self, out: Path) -> None:

@@ -66,7 +66,7 @@ def model_card(
     if results:
         lines += ["## Results", _bullets(_results(results, progress["settings"]["data"]))]
     lines += ["## Use", _usage(family, repo, base if alone else None, alone)]
-    if note := _image_note(progress["settings"]["data"], family):
+    if note := image_note(progress["settings"]["data"], family):
         lines.append(note)
     lines.append(f"Exported with {_versions(alone)}.")
     return "\n\n".join(lines) + "\n"
@@ -112,9 +112,10 @@ def _training(progress: dict[str, Any], family: Family) -> list[tuple[str, str]]
         for name, part in _RATES.items()
         if optim.get(name) is not None and part not in frozen
     ]
+    rows = "streamed" if data.get("streaming") else f"{progress['rows']:,} rows an epoch"
     lines = [
         ("trainer", settings["trainer"]),
-        ("data", f"{_files(data['train_file'])}, {progress['rows']:,} rows"),
+        ("data", f"{_files(data['train_file'])}, {rows}"),
         ("steps", f"{progress['step']:,}, which saw {progress['position']:,} rows"),
         ("rows a step", f"{progress['global_batch']:,}"),
         ("highest learning rate", ", ".join([f"{optim['lr']:g}", *rates])),
@@ -160,7 +161,7 @@ def _usage(family: Family, repo: str | None, base: str | None, alone: bool) -> s
     return "\n".join(["```python", *lines, "```"])
 
 
-def _image_note(data: dict[str, Any], family: Family) -> str:
+def image_note(data: dict[str, Any], family: Family) -> str:
     """Sizes that the run used and the exported processor does not know of."""
     used = []
     if family.has_vision and data.get("image_size") is not None:

@@ -36,6 +36,7 @@ from vireo.errors import InputError, VireoError, first_line
 from vireo.models.names import is_adapter
 from vireo.models.policy import Policy
 from vireo.parallel import Parallel
+from vireo.training.optimizer import fill_state
 
 MANIFEST = "manifest.json"
 
@@ -167,6 +168,7 @@ def _state(policy: Policy, optimizer: torch.optim.Optimizer, **options: Any) -> 
     """State of model and optimizer. Of a model with adapters these alone: its frozen base stays
     where it is, in its own folder."""
     adapted = _adapted(policy)
+    fill_state(optimizer)
     model, optim = get_state_dict(
         policy, optimizer, options=StateDictOptions(ignore_frozen_params=adapted, **options)
     )
@@ -187,20 +189,32 @@ def read_state(path: Path, state: dict[str, Any], alone: bool) -> None:
             f"{path} holds {len(left)} weights that this model has no place for, such as "
             f"{left[0]}: train with the same --lora_* settings, on the same model"
         )
+    trained = {key.rpartition(".")[0] for key in _metadata(path) if key.startswith("optim.state.")}
+    new = sorted({f"optim.state.{n}" for n in state.get("optim", {}).get("state", {})} - trained)
+    if new:
+        name = new[0].removeprefix("optim.state.hf.")
+        raise InputError(
+            f"{path} cannot be gone on from: {name} and {len(new) - 1} more weights train now and "
+            "were frozen there; freeze the same parts, or start a new run from its export"
+        )
     try:
         with _expected_alone():
             dcp.load(state, checkpoint_id=path / "state", no_dist=alone)
     except (Exception, CheckpointException) as error:
-        raise InputError(f"{path} cannot be read into this model: {first_line(error)}") from error
+        raise InputError(f"{path} cannot be read into this model: {_cause(error)}") from error
 
 
 def model_tensors(path: Path) -> dict[str, Any]:
     """Name in the policy -> metadata (`size`) of each weight that a checkpoint holds."""
+    found = _metadata(path).items()
+    return {key.removeprefix("model."): value for key, value in found if key.startswith("model.")}
+
+
+def _metadata(path: Path) -> dict[str, Any]:
     try:
-        found = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
+        return dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise InputError(f"{path}/state cannot be read: {error}") from error
-    return {k.removeprefix("model."): v for k, v in found.items() if k.startswith("model.")}
 
 
 @contextlib.contextmanager

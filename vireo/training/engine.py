@@ -139,7 +139,10 @@ class TrainEngine:
             loss = -(logprobs * weights).sum()
             if not counts:
                 loss = loss * 0.0
-            (loss * scale).backward()
+            if loss.requires_grad:  # not where only what images reach trains, and text cannot mix
+                (loss * scale).backward()
+            else:
+                self.reshard()
             total += loss.detach()
         return float(total)
 

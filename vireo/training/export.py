@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from vireo.errors import InputError, VireoError
+from vireo.errors import InputError, VireoError, first_line
 from vireo.families import family_of
 from vireo.hub import local_folder
 from vireo.models.build import empty_policy, init_buffers
 from vireo.models.load import fill_from_checkpoint, fingerprint
 from vireo.models.lora import (
     ADAPTER_WEIGHTS,
+    BASE_MARK,
     Lora,
     merge_adapters,
     peft_config,
@@ -30,7 +32,7 @@ from vireo.models.lora import (
     short_names,
 )
 from vireo.parallel import alone
-from vireo.training.card import model_card, results_at
+from vireo.training.card import image_note, model_card, results_at
 from vireo.training.checkpoint import model_tensors, read_state, verify
 
 SHARD_SIZE = "5GB"
@@ -77,14 +79,16 @@ def export(
     adapters = progress.get("adapters")
     if merge_lora and adapters is None:
         raise InputError(f"--merge_lora: {path} has no adapters; export it without")
+    if repo is not None and repo == progress["settings"]["model"]["vlm_model_name_or_path"]:
+        raise InputError(f"--push_to_hub {repo} is the model that was trained: name another one")
     if base is not None and not merge_lora:
         raise InputError("--base is for --merge_lora alone; leave it out")
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; export into a new folder")
     config = AutoConfig.from_pretrained(path / "hf")
     kind = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(dtype)
-    alone = adapters is not None and not merge_lora
-    if alone:
+    adapters_alone = adapters is not None and not merge_lora
+    if adapters_alone:
 
         def write(folder: Path) -> None:
             _write_adapters(path, folder, config, adapters, kind or torch.float32)
@@ -100,18 +104,26 @@ def export(
             set_dtype(hf.config, kind)
             hf.save_pretrained(folder, max_shard_size=max_shard_size)
 
-    small = [] if alone else ["generation_config.json"]
+    small = [] if adapters_alone else ["generation_config.json"]
     small += [file.name for file in side_files(None, path / "hf")]
     card = model_card(
         progress,
         family_of(config),
         merged=merge_lora,
-        results=results_at(path.resolve().parent.parent / "metrics.jsonl", progress["step"]),
+        results=results_at(_metrics_of(path, progress), progress["step"]),
         repo=repo,
     )
     _write_aside(out, path / "hf", write, small, card)
-    _note_image_settings(progress["settings"]["data"])
+    if note := image_note(progress["settings"]["data"], family_of(config)):
+        print(f"note: {note}")
     return out
+
+
+def _metrics_of(path: Path, progress: dict[str, Any]) -> Path:
+    """The records of the run that made a checkpoint, where it stands or has moved to with it."""
+    beside = path.resolve().parent
+    moved = beside.parent if beside.name == "checkpoints" else Path(progress["run_folder"])
+    return moved / "metrics.jsonl"
 
 
 def _write_aside(
@@ -130,9 +142,11 @@ def _write_aside(
         if out.exists():
             out.rmdir()
         os.replace(aside, out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        what = getattr(error, "strerror", None) or first_line(error)
+        raise VireoError(f"{out} cannot be written: {what}") from error
+    finally:
         shutil.rmtree(aside, ignore_errors=True)
-        raise VireoError(f"{out} cannot be written: {error.strerror or error}") from error
 
 
 def _whole(path: Path, config: Any) -> Any:
@@ -174,22 +188,14 @@ def _write_adapters(
     path: Path, folder: Path, config: Any, adapters: Any, kind: torch.dtype
 ) -> None:
     weights = {published_name(n): v.to(kind).contiguous() for n, v in _read_adapters(path).items()}
-    save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    about = {"format": "pt", BASE_MARK: str(adapters["fingerprint"])}
+    save_file(weights, folder / ADAPTER_WEIGHTS, metadata=about)
     hf = empty_policy(config, family_of(config)).hf
     lora = Lora(adapters["r"], adapters["alpha"], adapters["dropout"])
     written = peft_config(lora, short_names(hf, adapters["modules"]))
     written.base_model_name_or_path = adapters["base"]
     written.inference_mode = True
     written.save_pretrained(folder)
-
-
-def _note_image_settings(data: dict[str, Any]) -> None:
-    """Say which sizes the exported processor does not know of."""
-    used = [f"--{name} {data[name]}" for name in ("image_size",) if data[name] is not None]
-    used += ["--image_strategy pad_square"] if data["image_strategy"] == "pad_square" else []
-    if used:
-        print(f"note: trained with {' '.join(used)}: give the same to vireo eval, and show the")
-        print("      model pictures of that size elsewhere; its processor does not know of them")
 
 
 def set_dtype(config: Any, dtype: torch.dtype) -> None:

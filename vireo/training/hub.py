@@ -6,6 +6,7 @@ end on a name with a typing error or on a token that nobody had set.
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 from vireo.errors import InputError, VireoError, first_line
@@ -64,11 +65,12 @@ def push(folder: str | Path, repo: str, private: bool = True) -> str:
     api = HfApi()
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)
+        there = [name for name in api.list_repo_files(repo) if "/" not in name]
         api.upload_folder(
             repo_id=repo,
             folder_path=folder,
             commit_message="Upload model",
-            delete_patterns=_STALE,
+            delete_patterns=[n for n in there if any(fnmatch(n, stale) for stale in _STALE)],
         )
     except Exception as error:
         raise VireoError(

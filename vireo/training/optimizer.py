@@ -53,6 +53,20 @@ def adamw(
     )
 
 
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """AdamW's first state for parameters that have had no gradient yet (of layers that only images
+    reach, after text alone), so that every checkpoint holds the same tensors."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                device = parameter.device if group["fused"] else torch.device("cpu")
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), device=device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
 def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Every group's learning rate becomes `factor` (0 to 1) of its highest."""
     for group in optimizer.param_groups:
