@@ -177,4 +177,4 @@ def test_text_leaves_a_model_of_which_only_images_reach_the_trained_part(exporte
     flags = (f"--train_file={texts}", "--max_steps=2", "--freeze_language", "--freeze_vision=true")
     run = train(exported, "mllama", "projector", *flags)
     first, second = losses(run)
-    assert first == second
+    assert first == pytest.approx(second, abs=1e-5)

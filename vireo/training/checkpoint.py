@@ -183,8 +183,10 @@ def read_state(path: Path, state: dict[str, Any], alone: bool) -> None:
     A weight that only one of the two has (an adapter of a module that is no target any more) is an
     error as well.
     """
-    left = sorted(set(model_tensors(path)) - set(state["model"]))
-    if left:
+    held, wanted = set(model_tensors(path)), set(state["model"])
+    if lacking := sorted(wanted - held):
+        raise InputError(f"{path} cannot be read into this model: it lacks {lacking[0]}")
+    if left := sorted(held - wanted):
         raise InputError(
             f"{path} holds {len(left)} weights that this model has no place for, such as "
             f"{left[0]}: train with the same --lora_* settings, on the same model"
