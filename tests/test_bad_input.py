@@ -75,7 +75,10 @@ CASES = {
         {"global_batch_size": "5", "grad_accum_steps": "2"},
         ["--global_batch_size 5", "= 2"],
     ),
-    "adapters, not built yet": ({"lora_r": "8"}, ["--lora_r"]),
+    "adapters of no module": (
+        {"lora_r": "8", "lora_target_modules": "q_prj"},
+        ["--lora_target_modules q_prj", "q_proj"],
+    ),
 }
 
 
