@@ -111,6 +111,33 @@ def test_data(module):
     assert calls == [(("out",), {})]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["tiny", "qwen3", "{file}"],
+        ["data", "shapes", "{file}", "--rows", "20"],
+        ["train", "--vlm_model_name_or_path=m", "--output_dir={file}/deep"],
+    ],
+)
+def test_a_path_that_is_a_file_is_one_line_and_bad_input(command, tmp_path, capsys):
+    file = tmp_path / "taken"
+    file.write_text("mine")
+    if command[0] == "train":
+        from vireo.families.tiny import build
+
+        model = build("qwen3", tmp_path / "model", size="test")
+        rows = tmp_path / "rows.jsonl"
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        rows.write_text(json.dumps({"messages": turns}))
+        command = [command[0], "--trainer=fsdp", f"--train_file={rows}", *command[2:]]
+        command.append(f"--vlm_model_name_or_path={model}")
+    assert cli.main([word.replace("{file}", str(file)) for word in command]) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1
+    assert str(file) in error[0]
+    assert file.read_text() == "mine"
+
+
 def test_a_reader_that_leaves_early_gets_no_traceback():
     command = f"{sys.executable} -m vireo settings | head -n 1"
     done = subprocess.run(

@@ -127,3 +127,23 @@ def test_a_resumed_run_pushes_its_own_weights(tmp_path, monkeypatch) -> None:
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"max_shard_size": "banana"}, "--max_shard_size banana: expected a size such as 5GB"),
+        ({"max_shard_size": "0"}, "--max_shard_size 0"),
+    ],
+)
+def test_a_size_that_is_none_is_refused_before_anything_is_written(
+    trained, tmp_path, more: dict, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        export(trained[0], tmp_path / "out", **more)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_exported_into_a_checkpoint(trained) -> None:
+    with pytest.raises(InputError, match="is inside the checkpoint"):
+        export(trained[0], trained[0] / "out")

@@ -58,9 +58,9 @@ def _no_bars() -> None:
 
 
 def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number of at least 1")
+    return int(text)
 
 
 def _refuse_other_model(out: str, family: str) -> None:

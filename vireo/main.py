@@ -7,7 +7,10 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from vireo.errors import VireoError
+from vireo.errors import InputError, VireoError
+
+# A path that a person gave and that cannot be what it is to be, whichever command meets it.
+_BAD_PATHS = (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 def run_main(fn: Callable[[], object], *, debug: bool = False) -> int:
@@ -26,6 +29,11 @@ def run_main(fn: Callable[[], object], *, debug: bool = False) -> int:
         who = "" if rank == "0" else f"rank {rank}: "
         sys.stderr.write(f"{who}error: {' '.join(str(error).split())}\n")  # in one piece
         return error.exit_code
+    except _BAD_PATHS as error:
+        if debug or error.filename is None:
+            raise
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}\n")
+        return InputError.exit_code
     except BrokenPipeError:  # `vireo settings | head`: nobody reads the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -15,6 +15,8 @@ def load_config(path: str) -> tuple[Any, Family]:
     """The model's config and family entry; InputError if `path` holds no model Vireo knows."""
     if (Path(path) / "adapter_config.json").exists():
         raise InputError(f"{path} is an adapter: name its base here, and it with --lora_adapter")
+    if (Path(path) / "manifest.json").exists():
+        raise InputError(f"{path} is a checkpoint of a run: turn it into a model by vireo export")
     try:
         config = AutoConfig.from_pretrained(path)
         return config, family_of(config)

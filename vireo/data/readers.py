@@ -117,8 +117,25 @@ def open_rows(
     progress: show a bar on stderr when it takes longer than two seconds.
     name: how messages call the file. Default: its name without folders.
 
-    Raises InputError for a path that is no data, RowError for bad rows and unreadable files.
+    Raises InputError for a path that is no data, RowError for bad rows and unreadable files, and
+    where no row is left.
     """
+    rows = check_rows(
+        path, image_root=image_root, on_bad_row=on_bad_row, progress=progress, name=name
+    )
+    _report(rows, os.fspath(path))
+    return rows
+
+
+def check_rows(
+    path: str | Path,
+    *,
+    image_root: str | Path | None = None,
+    on_bad_row: Literal["error", "skip"] = "error",
+    progress: bool = False,
+    name: str | None = None,
+) -> Rows:
+    """As `open_rows`, but a file of which every row is refused is no error, and nothing is said."""
     if on_bad_row not in ("error", "skip"):
         raise InputError(f"on_bad_row is {on_bad_row!r}, expected 'error' or 'skip'")
     source, root = open_source(os.fspath(path), image_root, name)
@@ -139,9 +156,7 @@ def open_rows(
             if on_bad_row == "error" and error.reason not in NOTHING_TO_LEARN:
                 raise bad from error
             skipped.append(bad)
-    rows = Rows(source, root, np.frombuffer(places, dtype=np.int64).reshape(-1, 4), skipped)
-    _report(rows, os.fspath(path))
-    return rows
+    return Rows(source, root, np.frombuffer(places, dtype=np.int64).reshape(-1, 4), skipped)
 
 
 def _report(rows: Rows, path: str) -> None:

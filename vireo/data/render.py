@@ -27,6 +27,7 @@ from vireo.data.ragged import BASE_KEYS, IGNORE, Example
 from vireo.data.template import ChatTemplate, check_others, control_tokens
 from vireo.data.typed import MARK, Typed
 from vireo.errors import InputError, RowError
+from vireo.hub import local_folder
 
 
 class Renderer:
@@ -48,13 +49,13 @@ class Renderer:
         budget: int | None = None,
         many_images: bool = True,
     ):
-        self.model_path = model_path
+        self.model_path, self.processor_path = model_path, processor_path or model_path
         self.config, self.family = load_config(model_path)
         self.image_size, self.image_strategy = image_size, image_strategy
         self.many_images = many_images
         self.max_length = self._limit(max_length)
         self.longest = min(self.max_length, budget or self.max_length)
-        self.processor = load_processor(self.family, processor_path or model_path)
+        self.processor = load_processor(self.family, self.processor_path)
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
         template = getattr(self.processor, "chat_template", None) or tokenizer.chat_template
         if chat_template is not None:
@@ -62,9 +63,7 @@ class Renderer:
                 chat_template, self.family.placeholder or "", tokenizer
             )
         if not isinstance(template, str):
-            raise InputError(
-                f"{processor_path or model_path}: no chat template beside the tokenizer"
-            )
+            raise InputError(f"{self.processor_path}: no chat template beside the tokenizer")
         self.tokenizer = tokenizer
         self.template = ChatTemplate(template, tokenizer, parts=self.family.has_vision)
         self.controls = control_tokens(tokenizer)
@@ -334,6 +333,22 @@ class Renderer:
         if wanted is not None and wanted > limit:
             raise InputError(f"--max_length {wanted} is above the model's limit of {limit} tokens")
         return wanted or limit
+
+
+def open_renderer(settings: Any) -> Renderer:
+    """The renderer that a run with these settings has. InputError: no such model."""
+    model, data = settings.model, settings.data
+    processor = model.processor_name_or_path
+    return Renderer(
+        local_folder(model.vlm_model_name_or_path),
+        local_folder(processor) if processor else None,
+        chat_template=model.chat_template,
+        image_size=data.image_size,
+        image_strategy=data.image_strategy,
+        max_length=data.max_length,
+        budget=settings.batch.max_tokens_per_gpu,
+        many_images=data.pack_multi_image,
+    )
 
 
 def _split(ids: list[int], mark: int) -> list[tuple[int, list[int]]]:

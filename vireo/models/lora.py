@@ -141,9 +141,10 @@ def _no_match(word: str, flag: str, hf: nn.Module, linear: list[str], part: dict
     other = next((m for n, m in hf.named_modules() if n.split(".")[-1] == word), None)
     if other is not None and not isinstance(other, nn.Linear):
         kind = type(other).__name__
-        return f"{flag} {word} is a {kind}, and adapters go on linear modules: {', '.join(names)}"
+        places = ", ".join(names)
+        return f"{flag} {word} is of type {kind}, and adapters go on linear modules: {places}"
     near = nearest(word, [*names, *words])
-    hint = f"; did you mean {near}?" if near else ""
+    hint = f"; did you mean {near}?" if near else "."
     return (
         f"{flag} {word}: no such linear module in this model{hint} It has {', '.join(names)}; "
         f"whole parts are {', '.join(words)}"

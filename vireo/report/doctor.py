@@ -23,7 +23,7 @@ from vireo.data.rows import NOTHING_TO_LEARN
 from vireo.errors import RowError
 from vireo.report.doctor_page import page, text
 from vireo.report.figures import SHOWN, First, histogram, share, spread
-from vireo.report.opened import open_files, open_renderer
+from vireo.report.opened import open_files
 from vireo.report.page import show, write
 from vireo.settings import load_settings
 
@@ -40,7 +40,11 @@ def doctor(
     model = flags.get("vlm_model_name_or_path")
     flags |= {"vlm_model_name_or_path": model or "none-given"}  # a must for settings, not here
     settings = load_settings([f"--{name}={value}" for name, value in flags.items()])
-    renderer = open_renderer(settings) if model else None
+    renderer = None
+    if model:
+        from vireo.data.render import open_renderer  # and torch with it
+
+        renderer = open_renderer(settings)
     look = Look(open_files(settings), renderer)
     report = {"vireo": __version__, "files": settings.data.train_file, "model": model}
     report |= look.report()

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from vireo.data.mixture import Mixture
 from vireo.data.packing import micro_batches, padding_share
 from vireo.data.ragged import IGNORE, Example
-from vireo.data.render import Renderer
+from vireo.data.render import Renderer, open_renderer
 from vireo.errors import RowError
-from vireo.report.opened import open_files, open_renderer
+from vireo.report.opened import open_files
 from vireo.report.page import plain, show, write
 from vireo.report.seen import Seen, look
 from vireo.settings import load_settings

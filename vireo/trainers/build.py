@@ -163,6 +163,12 @@ def _check_base(path: Path, adapters: dict[str, Any] | None, folder: str) -> Non
                 raise InputError(
                     f"{path} was trained with --lora_{key} {before[key]}, found {adapters[key]}"
                 )
+        if before["modules"] != adapters["modules"]:
+            raise InputError(
+                f"{path} has adapters on {len(before['modules'])} modules, not on these "
+                f"{len(adapters['modules'])}: resume with the same --lora_target_modules and "
+                "--lora_ignore_modules"
+            )
         if before["fingerprint"] != adapters["fingerprint"]:
             raise InputError(
                 f"{folder} is not the model that {path} was trained on: its weight files differ"

@@ -20,11 +20,10 @@ from vireo.data.loader import Plan, StepLoader, StepRows
 from vireo.data.mixture import open_mixture
 from vireo.data.packing import micro_batches
 from vireo.data.ragged import Batch
-from vireo.data.render import Renderer
+from vireo.data.render import open_renderer
 from vireo.data.stream import open_stream
 from vireo.errors import InputError, RowError
 from vireo.evaluation import accuracy, held_out_loss, policy_answers
-from vireo.hub import local_folder
 from vireo.models.lora import summary
 from vireo.parallel import Parallel
 from vireo.report import trackers
@@ -70,20 +69,9 @@ class Sft:
         self.settings, self.parallel = settings, parallel
         random.seed(settings.run.seed + parallel.rank)
         torch.manual_seed(settings.run.seed + parallel.rank)
-        self.model_folder = local_folder(settings.model.vlm_model_name_or_path)
-        processor = settings.model.processor_name_or_path
-        self.processor_folder = local_folder(processor) if processor else self.model_folder
         data = settings.data
-        self.renderer = Renderer(
-            self.model_folder,
-            self.processor_folder,
-            chat_template=settings.model.chat_template,
-            image_size=data.image_size,
-            image_strategy=data.image_strategy,
-            max_length=data.max_length,
-            budget=settings.batch.max_tokens_per_gpu,
-            many_images=data.pack_multi_image,
-        )
+        self.renderer = open_renderer(settings)
+        self.model_folder = self.renderer.model_path
         self.family = self.renderer.family
         if vision != self.family.has_vision:
             raise InputError(
@@ -115,6 +103,8 @@ class Sft:
                 f"{self.output} holds an earlier run (or one that is running): choose another "
                 "--output_dir, or go on with --resume auto"
             )
+        if parallel.main:
+            self.saves.mkdir(parents=True, exist_ok=True)  # now, not after hours of work
         self.size, notice = step_size(settings.batch, parallel.world, done.get("global_batch"))
         self.plan = self._plan()
         self._check_data_unchanged(done)
@@ -295,7 +285,7 @@ class Sft:
 
     def _write_hf(self, out: Path) -> None:
         """The small files of the model folder, with the chat template that was trained on."""
-        copy_side_files(Path(self.model_folder), Path(self.processor_folder), out)
+        copy_side_files(Path(self.model_folder), Path(self.renderer.processor_path), out)
         (out / "chat_template.json").unlink(missing_ok=True)  # an older form, read before the other
         (out / "chat_template.jinja").write_text(self.renderer.template.template)
 
@@ -373,11 +363,18 @@ class Sft:
         if not done:
             return
         before = done["settings"]
+        data = self.settings.data
         for what, old, new in (
+            ("--streaming", before["data"]["streaming"], data.streaming),
+            ("--train_weights", before["data"]["train_weights"], data.train_weights),
+            *(
+                [("--shuffle_buffer", before["data"]["shuffle_buffer"], data.shuffle_buffer)]
+                * data.streaming
+            ),
             ("rows", done["rows"], self.plan.rows),
             ("rows, by checksum", done["digest"], self.rows.digest),
             ("--seed", before["run"]["seed"], self.settings.run.seed),
-            ("--shuffle", before["data"]["shuffle"], self.settings.data.shuffle),
+            ("--shuffle", before["data"]["shuffle"], data.shuffle),
         ):
             if old != new:
                 raise InputError(
@@ -392,7 +389,7 @@ class Sft:
         say = self.folder.say
         say(f"run folder {self.output}, checkpoints in {self.saves}")
         say(
-            f"{self.family.name}: {total / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M trained; "
+            f"{self.family.name}: {total:,} parameters, {trained:,} trained; "
             f"{self.parallel.world} rank(s) on {self.parallel.device.type}; "
             f"rows {'packed' if self.packing else 'padded'}"
         )

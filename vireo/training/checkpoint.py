@@ -241,7 +241,9 @@ def verify(path: Path, parallel: Parallel | None = None) -> dict[str, Any]:
     try:
         wanted = json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} is no complete checkpoint: {error}") from error
+        raise InputError(
+            f"{path} is no complete checkpoint: its {MANIFEST} is missing or cannot be read"
+        ) from error
     problem = ""
     for name in sorted(wanted)[rank::world]:
         size, crc = wanted[name]

@@ -6,6 +6,7 @@ Of a run with adapters: the adapters alone, as PEFT reads them, or merged into t
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,10 @@ def export(
         raise InputError(
             f"{path} is a run folder; export one of its checkpoints: checkpoints/step-N"
         )
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?\s*[KMGT]i?B", max_shard_size, re.IGNORECASE):
+        raise InputError(f"--max_shard_size {max_shard_size}: expected a size such as 5GB or 500MB")
+    if path.resolve() in out.resolve().parents:
+        raise InputError(f"{out} is inside the checkpoint; export into a folder of its own")
     progress = verify(path)
     adapters = progress.get("adapters")
     if merge_lora and adapters is None:

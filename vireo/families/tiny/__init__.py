@@ -37,6 +37,7 @@ def build(
     import transformers
 
     entry = get_family(family)
+    Path(out).mkdir(parents=True, exist_ok=True)  # transformers says nothing where it is a file
     if size not in TEXT:
         raise ValueError(f"tiny size {size!r} is not known; known sizes: {', '.join(TEXT)}")
     module = import_module(f"vireo.families.tiny.{family}")
