@@ -77,6 +77,8 @@ def test_a_resumed_run_sees_the_rows_of_the_unbroken_one(base: Path, kind: str) 
     (parted / "metrics.jsonl").write_text("".join(lines[:3]))
     train(base, kind, parted.name, "--resume=auto")
     assert losses(parted) == pytest.approx(losses(whole), abs=1e-6)
+    if kind == "stream":  # the weighted one has it all and more
+        return
     shutil.rmtree(parted / "checkpoints" / f"step-{STEPS}")
     shutil.rmtree(parted / "checkpoints" / "step-6")
     (parted / "metrics.jsonl").write_text("".join(lines[:3]))

@@ -22,7 +22,11 @@ import pytest
 from tests.launch import ROOT, environment
 
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-SLOW = {"README.md", *(f"docs/{name}.md" for name in ("training", "data-tools", "settings"))}
+# Run by `make test-all`: what these pages do is tested elsewhere too.
+SLOW = {
+    "README.md",
+    *(f"docs/{name}.md" for name in ("training", "data-tools", "settings", "checkpoints")),
+}
 LIMIT_S = 300  # of one block, on a machine that has other work
 COMMAND = re.compile(r"\s*(?:\$ )?(?:vireo|torchrun|python|pip|make|hf|git) ")
 # What the commands on the pages mean: this checkout, with the interpreter of the tests.
