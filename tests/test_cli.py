@@ -131,6 +131,7 @@ def test_a_path_that_is_a_file_is_one_line_and_bad_input(command, tmp_path, caps
         rows.write_text(json.dumps({"messages": turns}))
         command = [command[0], "--trainer=fsdp", f"--train_file={rows}", *command[2:]]
         command.append(f"--vlm_model_name_or_path={model}")
+    capsys.readouterr()  # what building the model said
     assert cli.main([word.replace("{file}", str(file)) for word in command]) == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1

@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launch import environment, torchrun, torchrun_command
+from tests.launch import torchrun, torchrun_command
 from tests.rows import losses, write_rows
 from vireo.errors import InputError
 from vireo.families.tiny import build
@@ -299,25 +298,6 @@ def test_a_damaged_checkpoint_is_an_error(
         export(tmp_path / "checkpoints" / "step-3", tmp_path / "out")
 
 
-@pytest.fixture
-def running(base: Path) -> Iterator:
-    """Starts training commands and ends their process groups, whatever happens."""
-    started: list[subprocess.Popen] = []
-
-    def start(*command: str) -> subprocess.Popen:
-        process = subprocess.Popen(
-            command, env=environment(), start_new_session=True, stdout=subprocess.DEVNULL
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def wait_for(condition, process: subprocess.Popen, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -409,6 +389,14 @@ def test_no_evaluation_is_made_up_without_rows(base: Path, tmp_path: Path) -> No
     new = train(base, "all-refused", f"--eval_file={rows}", "--on_bad_row=skip")
     last = json.loads((new / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["eval_loss"] is None
+
+
+def test_a_save_folder_that_cannot_be_is_refused_at_the_start(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for name in ("file", "file/deep"):
+        with pytest.raises(InputError, match=r"--save_dir .*file is a file"):
+            train(base, "no-saves", f"--save_dir={tmp_path / name}")
+    assert not (base / "no-saves").exists()
 
 
 def test_a_start_that_failed_does_not_take_the_folder(base: Path) -> None:

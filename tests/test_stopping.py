@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launch import environment, torchrun_command
+from tests.launch import torchrun_command
 from tests.rows import losses, write_rows
 from vireo.errors import VireoError
 from vireo.families.tiny import build
@@ -50,25 +49,6 @@ def flags(base: Path, output: str, *more: str) -> list[str]:
 def train(base: Path, output: str, *more: str) -> int:
     settings = load_settings(flags(base, output, *more))
     return registry.find(settings.trainer)(settings)
-
-
-@pytest.fixture
-def running(base: Path) -> Iterator:
-    """Starts commands in groups of their own and ends them, whatever happens."""
-    started: list[subprocess.Popen] = []
-
-    def start(*command: str) -> subprocess.Popen:
-        process = subprocess.Popen(
-            command, env=environment(), start_new_session=True, stdout=subprocess.DEVNULL
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def wait_for_step(folder: Path, process: subprocess.Popen) -> None:

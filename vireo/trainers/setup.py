@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,11 @@ def run_paths(settings: Settings, parallel: Parallel) -> tuple[Path, Path]:
     saves = Path(run.save_dir) if run.save_dir else Path(output) / "checkpoints"
     if run.resume == "auto" and run.output_dir is None and run.save_dir is None:
         raise InputError("--resume auto needs --output_dir or --save_dir, to know where to look")
+    for flag, path in (("--output_dir", Path(output)), ("--save_dir", saves)):
+        there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            what = "is a file" if there.is_file() else "cannot be written to"
+            raise InputError(f"{flag} {path}: {there} {what}; choose another folder")
     return Path(output), saves
 
 

@@ -103,8 +103,6 @@ class Sft:
                 f"{self.output} holds an earlier run (or one that is running): choose another "
                 "--output_dir, or go on with --resume auto"
             )
-        if parallel.main:
-            self.saves.mkdir(parents=True, exist_ok=True)  # now, not after hours of work
         self.size, notice = step_size(settings.batch, parallel.world, done.get("global_batch"))
         self.plan = self._plan()
         self._check_data_unchanged(done)

@@ -1,0 +1,31 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.launch import environment
+
+
+@pytest.fixture
+def running() -> Iterator:
+    """Starts commands in process groups of their own and ends them, whatever happens."""
+    started: list[subprocess.Popen] = []
+
+    def start(*command: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            command, env=environment(), start_new_session=True, stdout=subprocess.DEVNULL
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
