@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from vireo.settings import Settings
+from vireo.trainers.build import frozen_parts
 
 
 def idle_settings(settings: Settings) -> list[str]:
     """One notice a setting that differs from its default and changes nothing."""
     model, optim, lora = settings.model, settings.optim, settings.lora
     adapters = bool(lora.r or lora.adapter)
-    embeddings_frozen = model.freeze_embeddings
-    if embeddings_frozen is None:
-        embeddings_frozen = model.freeze_language
+    frozen_now = frozen_parts(settings)
     rates = (
-        ("vision_lr", optim.vision_lr, model.freeze_vision, "--freeze_vision is true"),
-        ("mm_proj_lr", optim.mm_proj_lr, model.freeze_mm_proj, "--freeze_mm_proj is true"),
-        ("embeddings_lr", optim.embeddings_lr, embeddings_frozen, "--freeze_embeddings is true"),
+        ("vision_lr", optim.vision_lr, "vision", "--freeze_vision is true"),
+        ("mm_proj_lr", optim.mm_proj_lr, "projector", "--freeze_mm_proj is true"),
+        ("embeddings_lr", optim.embeddings_lr, "embeddings", "--freeze_embeddings is true"),
     )
     notices = []
     if not adapters and lora != type(lora)():
@@ -23,8 +22,8 @@ def idle_settings(settings: Settings) -> list[str]:
     if not adapters:
         notices += [
             f"--{name} has no effect: {why}"
-            for name, rate, frozen, why in rates
-            if rate is not None and frozen
+            for name, rate, part, why in rates
+            if rate is not None and part in frozen_now
         ]
     else:
         if optim.embeddings_lr is not None:
