@@ -107,14 +107,35 @@ def test_the_model_has_a_short_name_too(name):
 @pytest.mark.parametrize(
     ("argv", "value"),
     [
-        (["--grad_ckpt"], True),
-        (["--grad_ckpt", "true"], True),
-        (["--grad_ckpt=false"], False),
-        (["--grad_ckpt", "--seed", "1"], True),
+        (["--streaming"], True),
+        (["--streaming", "true"], True),
+        (["--streaming=false"], False),
+        (["--streaming", "--seed", "1"], True),
     ],
 )
 def test_booleans_are_bare_or_valued(argv, value):
-    assert load(*argv).fsdp.grad_ckpt is value
+    assert load(*argv).data.streaming is value
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        (["--grad_ckpt"], "full"),
+        (["--grad_ckpt", "true"], "full"),
+        (["--grad_ckpt=false"], "none"),
+        (["--grad_ckpt", "--seed", "1"], "full"),
+        (["--grad_ckpt", "every-3"], "every-3"),
+        (["--grad-ckpt=auto"], "auto"),
+    ],
+)
+def test_recomputation_is_a_switch_or_says_how_much(argv, value):
+    assert load(*argv).fsdp.grad_ckpt == value
+
+
+@pytest.mark.parametrize("value", ["every", "every-0", "some", "2"])
+def test_recomputation_that_is_neither_is_refused(value):
+    with pytest.raises(InputError, match=f"--grad_ckpt: found '{value}'"):
+        load(f"--grad_ckpt={value}")
 
 
 def test_lists_are_joined_by_commas():

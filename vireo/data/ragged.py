@@ -92,12 +92,12 @@ class Ragged:
             return None
         if self.key.kind == "padded":
             return self.padded()
-        if self.key.kind == "token" and self.key.dim is not None:
-            wide = _largest(rows)
-            for i, row in enumerate(rows):
-                wide[self.key.dim] = row.shape[self.key.dim]
+        axis, wide = self.key.axis, _largest(rows)
+        for i, row in enumerate(rows):
+            wide[axis] = row.shape[axis]
+            if list(row.shape) != wide:
                 rows[i] = _put(row, row.new_full(wide, self.key.fill))
-        return torch.cat(rows, dim=self.key.axis)
+        return torch.cat(rows, dim=axis)
 
     def padded(self, fill: float | None = None, left: bool = False) -> Tensor | None:
         """Rows stacked: [B, ..., L] for tokens, [B, ...] for padded keys.

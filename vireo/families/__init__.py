@@ -1,20 +1,22 @@
 """The model families Vireo knows: one data-only entry each, found by `model_type`.
 
-A new family is one file here, one line in `FAMILIES`, and a tiny builder in `tiny/`.
+A new family is one file here, which is found by itself, and a tiny builder in `tiny/`.
 """
 
 from __future__ import annotations
 
+import pkgutil
+from importlib import import_module
 from typing import Any
 
-from vireo.families import llama, minicpmv4_6, mllama, qwen2_5_vl, qwen2_vl, qwen3
 from vireo.families.entry import Family, Key
 
 __all__ = ["FAMILIES", "Family", "Key", "family_of", "get_family"]
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY
-    for module in (qwen2_vl, qwen2_5_vl, qwen3, llama, mllama, minicpmv4_6)
+    family.name: family
+    for found in pkgutil.iter_modules(__path__)
+    if (family := getattr(import_module(f"{__name__}.{found.name}"), "FAMILY", None))
 }
 
 

@@ -15,11 +15,12 @@ class Key:
     """How one key of a processor's output behaves when rows are joined.
 
     token:  values of each token, shape [..., T]; joined along the tokens, padded with `fill`
-    packed: rows of any length along one dimension; joined along it, never padded
+    packed: rows of any length along one dimension; joined along it, never padded there
     padded: one tensor a row, shapes differ; padded to the largest with `fill`, then stacked
 
-    `dim` is the dimension of the tokens (None: the last) or of the join (None: the first). Where
-    the tokens' is given, rows may differ in the others too (images of a row), padded with `fill`.
+    `dim` is the dimension of the tokens (None: the last) or of the join (None: the first). Rows of
+    a packed key, and of a token key whose `dim` is given, may differ in the other dimensions too
+    (images of a row, crops of an image): these are padded with `fill`.
     """
 
     kind: Literal["token", "packed", "padded"]
@@ -51,11 +52,18 @@ class Family:
     keys: dict[str, Key] = field(default_factory=dict)
     placeholder: str | None = None  # what the chat template writes for one image
     expands: bool = True  # the processor puts more tokens in the place of a placeholder
+    # Plain text that the processor writes round an expanded image: it joins its neighbours' tokens.
+    around: tuple[str, str] = ("", "")
     # Tokens that only the processor may write: banned in sampling, plain text when typed.
     image_tokens: tuple[str, ...] = ()
     positions: Literal["1d", "mrope"] = "1d"
     can_pack: bool = True
     can_mix: bool = True  # rows with different numbers of images (or none) in one micro-batch
+    # Parts whose attention takes sequences of any lengths end to end (see models.attention);
+    # the others compute transformers' own, with masks.
+    varlen: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()  # module paths that no forward reaches: never trained
+    limits: tuple[str, ...] = ()  # what a person should know, one sentence each, for the matrix
 
     @property
     def has_vision(self) -> bool:

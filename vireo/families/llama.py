@@ -11,4 +11,5 @@ FAMILY = Family(
         "embeddings": ("model.embed_tokens",),
         "head": ("lm_head",),
     },
+    varlen=("language",),
 )

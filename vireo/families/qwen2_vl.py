@@ -31,4 +31,5 @@ FAMILY = Family(
         "<|video_pad|>",
     ),
     positions="mrope",
+    varlen=("language", "vision"),
 )

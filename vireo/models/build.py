@@ -67,7 +67,7 @@ def build_policy(
         for parameter in policy.hf.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(spec.dtype)
-    elif spec.frozen:
+    else:
         freeze(policy.hf, family, set(spec.frozen))
     classes, notice = wrap_classes(policy.hf, family, list(spec.wrap) if spec.wrap else None)
     if spec.recompute:
@@ -138,10 +138,19 @@ def switch_cache_off(config: Any) -> None:
 
 
 def init_buffers(hf: Any) -> None:
-    """Values of buffers that no checkpoint holds (rotary frequencies), as the model makes them."""
-    for name, module in hf.named_modules():
+    """Values of buffers that no checkpoint holds (rotary frequencies, numbers of positions), as the
+    model makes them; its parameters, which the same function would fill, are kept away from it."""
+    for module in hf.modules():
         if not module._non_persistent_buffers_set:
             continue
-        if list(module.parameters(recurse=False)):
-            raise NotImplementedError(f"{name}: buffers beside parameters cannot be made alone")
-        hf._init_weights(module)
+        owners = [(m, dict(m._parameters)) for m in module.modules()]
+        for owner, parameters in owners:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    stand_in = torch.empty(parameter.shape, device="meta")
+                    owner._parameters[name] = nn.Parameter(stand_in, requires_grad=False)
+        try:
+            hf._init_weights(module)
+        finally:
+            for owner, parameters in owners:
+                owner._parameters.update(parameters)

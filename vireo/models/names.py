@@ -37,10 +37,16 @@ def part_of(name: str, family: Family) -> str | None:
 
 
 def freeze(model: nn.Module, family: Family, parts: set[str]) -> None:
-    """Switch the gradients of `parts` off. Frozen parts hold no optimizer state."""
+    """Switch the gradients of `parts` off, and of what no forward reaches. Neither holds any
+    optimizer state."""
     for name, parameter in named_parameters(model):
-        if part_of(name, family) in parts:
+        if part_of(name, family) in parts or is_unused(name, family):
             parameter.requires_grad_(False)
+
+
+def is_unused(name: str, family: Family) -> bool:
+    """Whether a parameter lies in a module that no forward reaches."""
+    return any(name.startswith(path + ".") for path in family.unused)
 
 
 def wrap_classes(

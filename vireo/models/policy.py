@@ -64,6 +64,13 @@ class Policy(nn.Module):
     def _dummy_features(self, device: torch.device) -> Tensor:
         assert self.dummy is not None
         images = {n: v.to(device) for n, v in self.dummy.items()}
-        features = self.hf.model.get_image_features(**images).pooler_output
-        tensors = features if isinstance(features, (list, tuple)) else [features]
-        return torch.stack([t.float().sum() for t in tensors]).sum()
+        out = self.hf.model.get_image_features(**images)
+        # All that reaches the language model: some towers show it more than their last layer.
+        shown = [out.pooler_output, getattr(out, "deepstack_features", None)]
+        return torch.stack([t.float().sum() for t in _tensors(shown)]).sum()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, (list, tuple)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return [] if value is None else [value]

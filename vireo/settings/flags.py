@@ -24,6 +24,7 @@ _NAMES = {
     "model.vlm_model_name_or_path": ("vlm_model_name_or_path", "model_name_or_path"),
     "fsdp.grad_ckpt": ("grad_ckpt",),
 }
+_SWITCHES = {"fsdp.grad_ckpt": "none|full|every-N|auto"}  # more than a switch, and one as published
 _NONE_IS_A_VALUE = {"run.report_to"}  # as published commands have it: no tracker at all
 _WORDS = {
     bool: "true or false",
@@ -89,8 +90,8 @@ def _flags(tree: type[Section], section: str = "") -> Iterator[Flag]:
         yield Flag(
             dotted=dotted,
             names=_NAMES.get(dotted, (_PREFIXES.get(section, "") + name,)),
-            type=_words(plain, info),
-            is_bool=plain is bool,
+            type=_SWITCHES.get(dotted) or _words(plain, info),
+            is_bool=plain is bool or dotted in _SWITCHES,
             optional=optional and dotted not in _NONE_IS_A_VALUE,
             required=info.is_required(),
             default=None if info.default is PydanticUndefined else info.default,

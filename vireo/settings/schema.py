@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from vireo.settings.section import Names, Numbers, Section, Text
+from vireo.settings.section import Names, Numbers, Recompute, Section, Text
 
 
 class ModelSettings(Section):
@@ -36,6 +36,10 @@ class ModelSettings(Section):
         default=None,
         description="Leave the token embeddings and the output head as they are. "
         "Default: as freeze_language.",
+    )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Run the Python code that a model folder brings along, where it needs it.",
     )
     chat_template: Literal["qwen", "llava", "minicpm", "llama32v"] | None = Field(
         default=None, description="Chat template to render turns with. Default: the model's own."
@@ -243,9 +247,11 @@ class FsdpSettings(Section):
         default="sharded",
         description="Checkpoints as one file per rank, or gathered into whole tensors.",
     )
-    grad_ckpt: bool = Field(
-        default=False,
-        description="Recompute activations in the backward pass: less memory, more time.",
+    grad_ckpt: Recompute = Field(
+        default="none",
+        description="Recompute activations in the backward pass, less memory and more time: of "
+        "none, all (full) or every N-th decoder layer, or as few as the memory needs (auto). "
+        "true is full, false is none.",
     )
 
     @model_validator(mode="after")
@@ -322,6 +328,19 @@ class RunSettings(Section):
     )
     eval_samples: int = Field(
         default=8, ge=0, description="Rows answered by generation at each evaluation. 0: none."
+    )
+    check_steps: int = Field(
+        default=100,
+        ge=0,
+        description="Optimizer steps between two checks of a row: scored alone as beside others, "
+        "and with its pixels permuted. 0: none.",
+    )
+    check_action: Literal["warn", "stop"] = Field(
+        default="warn", description="What a failed check does: warn, or stop the run."
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="Only algorithms that give the same bits each time, even where slower.",
     )
     report_to: Names | None = Field(
         default=None,
