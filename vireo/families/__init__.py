@@ -16,7 +16,8 @@ __all__ = ["FAMILIES", "Family", "Key", "family_of", "get_family"]
 FAMILIES: dict[str, Family] = {
     family.name: family
     for found in pkgutil.iter_modules(__path__)
-    if (family := getattr(import_module(f"{__name__}.{found.name}"), "FAMILY", None))
+    if not found.ispkg
+    and (family := getattr(import_module(f"{__name__}.{found.name}"), "FAMILY", None))
 }
 
 
