@@ -27,7 +27,7 @@ BASE_KEYS = {
     "positions": Key("token", fill=0),
 }
 # Of these, what is the trainer's own and never reaches a model under its name.
-TRAINER_KEYS = ("labels", "loss_weight", "positions")
+TRAINER_KEYS = ("labels", "loss_weight", "positions", "lengths")
 
 
 @dataclass
@@ -209,9 +209,10 @@ class Batch:
     def pack(self) -> dict[str, Tensor]:
         """All rows in one sequence: token keys [1, sum T], positions [R, 1, sum T].
 
-        No attention mask: positions that restart are what marks the boundaries.
+        No attention mask: positions that restart are what marks the boundaries, and `lengths`
+        [rows], which stays on the host.
         """
-        out: dict[str, Tensor] = {}
+        out: dict[str, Tensor] = {"lengths": torch.tensor(self.lengths)}
         for name, column in self.columns.items():
             value = column.packed()
             if value is None:

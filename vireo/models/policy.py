@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vireo.data.ragged import IGNORE, TRAINER_KEYS
 from vireo.families import Family
+from vireo.models.attention import Attention
 from vireo.models.heads import token_logprobs
 
 
@@ -24,6 +25,7 @@ class Policy(nn.Module):
     def __init__(self, hf: nn.Module, family: Family, dummy: dict[str, Tensor] | None):
         super().__init__()
         self.hf, self.family = hf, family
+        self.attention = Attention(hf, family)
         self.dummy = dummy  # one smallest image, for micro-batches without images
         self._nothing: Tensor | None = None
         if dummy is not None:
@@ -39,7 +41,8 @@ class Policy(nn.Module):
         language model to what trains), and no result depends on which rank had images.
         """
         model_inputs = {n: v for n, v in inputs.items() if n not in TRAINER_KEYS}
-        positions = inputs["positions"]
+        positions, lengths = inputs["positions"], inputs.get("lengths")
+        self.attention.packed(None if lengths is None else lengths.tolist(), positions.device)
         if "attention_mask" in inputs and self.family.positions == "mrope":
             positions = positions[1:]  # the text row is only for packed boundaries
         elif self.family.positions == "1d":
@@ -55,6 +58,7 @@ class Policy(nn.Module):
 
     def generate(self, **options: Any) -> Tensor:
         """`transformers`' own generation, inside the outermost module (see the class)."""
+        self.attention.packed(None, self.hf.device)
         return self.hf.generate(**options)
 
     def _add_nothing(self, _module: nn.Module, _inputs: Any, embeddings: Tensor) -> Tensor:
