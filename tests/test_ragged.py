@@ -146,6 +146,7 @@ def test_every_key_moves_to_the_device(examples):
 def test_packed_rows_stand_end_to_end(examples):
     batch = Batch.of(examples)
     out = batch.pack()
+    assert out.pop("lengths").tolist() == batch.lengths
     full = batch.examples()  # with the fills
     for name in out:
         parts = [one.fields[name] for one in full if name in one.fields]
@@ -228,6 +229,7 @@ TILES = [[[1, -1], [-1, -1]], [[2, 3], [-1, -1]], [[4, -1], [5, -1]]]
 
 def test_pack_by_hand():
     out = three().pack()
+    assert out.pop("lengths").tolist() == three().lengths
     assert lists(out) == {
         "input_ids": [[10, 11, 20, 21, 22, 30]],
         "labels": [[IGNORE, 11, IGNORE, IGNORE, 22, IGNORE]],
@@ -276,7 +278,8 @@ def test_tokens_in_the_first_dimension_by_hand():
 
 def test_text_rows_alone_have_no_image_key():
     text = three().select([0])
-    assert set(text.pack()) == {"input_ids", "labels", "loss_weight", "positions", "types", "tiles"}
+    own = {"input_ids", "labels", "loss_weight", "positions", "types", "tiles"}
+    assert set(text.pack()) == own | {"lengths"}
 
 
 # -- what is refused -----------------------------------------------------------------------------
