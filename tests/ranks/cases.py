@@ -44,7 +44,7 @@ def engine_for(
         model,
         frozen=frozen,
         shard=parallel.mesh is not None,
-        recompute=recompute,
+        recompute="full" if recompute else "none",
         dtype=dtype,
         lora=lora,
     )

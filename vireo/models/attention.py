@@ -103,12 +103,14 @@ def attend(
         bounds = module.packed_attention.bounds
     else:
         bounds = _tower_bounds(cu_seq_lens_q)
-    assert bounds is not None and attention_mask is None and dropout == 0
+    assert bounds is not None, "packed rows without their bounds"
+    assert attention_mask is None
+    assert dropout == 0
     if q_1HTD.device.type != "cuda" or q_1HTD.dtype == torch.float32:
         return _with_masks(q_1HTD, k_1GTD, v_1GTD, bounds, scaling, bool(causal), sliding_window)
     grouped = q_1HTD.shape[1] != k_1GTD.shape[1]
     left = -1 if sliding_window is None else sliding_window - 1
-    out_THD = varlen_attn(
+    out_THD: Any = varlen_attn(
         *(x[0].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTD)),
         *(bounds.cu, bounds.cu, bounds.longest, bounds.longest),
         scale=scaling,

@@ -15,6 +15,7 @@ from vireo.hub import local_folder
 from vireo.models.build import ModelSpec, build_policy
 from vireo.models.load import fingerprint
 from vireo.models.lora import Lora, adapted_modules, other_base, read_adapter
+from vireo.models.recompute import by_memory
 from vireo.parallel import Parallel
 from vireo.settings import Settings
 from vireo.settings.schema import LoraSettings
@@ -25,9 +26,11 @@ from vireo.training.optimizer import adamw
 
 @dataclass
 class Built:
-    """`adapters`: what an export needs to know of them, None without; `notices` for the person."""
+    """`compute`: the type of the forward. `adapters`: what an export needs to know of them, None
+    without. `notices`: for the person."""
 
     engine: TrainEngine
+    compute: torch.dtype
     adapters: dict[str, Any] | None = None
     notices: list[str] = field(default_factory=list)
 
@@ -93,10 +96,13 @@ def build_engine(
             pad_id=renderer.pad_id,
             clip_grad_norm=optim.clip_grad_norm,
             autocast=dtype if dtype != torch.float32 and not settings.fsdp.enable else None,
-        )
+        ),
+        dtype,
     )
     if notice:
         built.notices.append(f"--fsdp_auto_wrap_cls: {notice}")
+    if settings.fsdp.grad_ckpt == "auto":
+        built.notices.append(_recompute_by_memory(settings, built.engine, renderer))
     if lora is not None:
         mark = parallel.gather(fingerprint(folder) if parallel.main else None)[0]
         if adapter is not None and (notice := other_base(adapter, mark)):
@@ -113,6 +119,16 @@ def build_engine(
         _check_base(start_from, built.adapters, folder)
         checkpoint.load(start_from, policy, optimizer, parallel)
     return built
+
+
+def _recompute_by_memory(settings: Settings, engine: TrainEngine, renderer: Renderer) -> str:
+    tokens = settings.batch.max_tokens_per_gpu
+    if tokens is None:
+        raise InputError("--grad_ckpt auto needs --max_tokens_per_gpu, to know what must fit")
+    probe = Batch.of([renderer.empty(min(256, tokens))])
+    notice = by_memory(engine.policy, tokens, lambda: (engine.forward(probe), probe.tokens))
+    engine.reshard()
+    return notice
 
 
 def frozen_parts(settings: Settings) -> frozenset[str]:

@@ -7,11 +7,19 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from vireo.errors import InputError
 from vireo.parallel import Parallel
 from vireo.settings import Settings
 from vireo.settings.schema import BatchSettings, OptimSettings
 from vireo.training.checkpoint import checkpoints
+
+
+def be_deterministic() -> None:
+    """Refuse algorithms that give other bits each time; called before anything is computed."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 @dataclass(frozen=True)
