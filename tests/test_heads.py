@@ -1,0 +1,80 @@
+"""Log-probabilities from hidden states: right, and without ever holding full logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vireo.models import heads
+from vireo.models.heads import token_logprobs
+
+POSITIONS, HIDDEN, VOCABULARY = 640, 8, 1000
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements of any tensor that an operator makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.most = max([self.most, *sizes])
+        return out
+
+
+def parts() -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
+    targets = torch.randint(VOCABULARY, (POSITIONS,))
+    return hidden, nn.Linear(HIDDEN, VOCABULARY, bias=False), targets
+
+
+def run(hidden: torch.Tensor, head: nn.Linear, targets: torch.Tensor) -> list[torch.Tensor]:
+    logprobs = token_logprobs(hidden, head, targets)
+    logprobs.sum().backward()
+    return [logprobs.detach(), hidden.grad, head.weight.grad]
+
+
+@pytest.mark.parametrize("chunk", [64, 100, 640, 5000])
+def test_values_and_gradients_are_those_of_full_logits(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "CHUNK", chunk)
+    found = run(*parts())
+    hidden, head, targets = parts()
+    whole = head(hidden).log_softmax(-1)
+    wanted = whole.gather(-1, targets[:, None])[:, 0]
+    wanted.sum().backward()
+    for one, other in zip(found, (wanted.detach(), hidden.grad, head.weight.grad)):
+        assert (one - other).abs().max() < 1e-5 * other.abs().max().clamp(min=1)
+
+
+def test_no_tensor_of_a_step_is_larger_than_a_chunk_of_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forward and backward; the plain way has a tensor of all positions, which the count sees."""
+    monkeypatch.setattr(heads, "CHUNK", 64)
+    with Largest() as seen:
+        run(*parts())
+    assert seen.most == 64 * VOCABULARY
+    with Largest() as seen:
+        hidden, head, targets = parts()
+        head(hidden).log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
+    assert seen.most == POSITIONS * VOCABULARY
+
+
+def test_logits_of_one_chunk_at_a_time_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a chunk's logits waits for the backward pass: they are computed again."""
+    monkeypatch.setattr(heads, "CHUNK", 64)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
+    ):
+        token_logprobs(*parts())
+    assert max(kept) < 64 * VOCABULARY
