@@ -6,19 +6,28 @@ Run by `make test-gpu`.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.launch import ROOT, environment, torchrun
 from tests.rows import losses, write_rows
+from vireo.data.ragged import Batch
+from vireo.data.render import Renderer
 from vireo.families import FAMILIES
 from vireo.families.tiny import build
+from vireo.models.attention import Bounds, attend
+from vireo.models.build import ModelSpec, build_policy
+from vireo.models.recompute import Recomputed, by_memory
+from vireo.parallel import Parallel
 from vireo.settings import load_settings
 from vireo.trainers import registry
+from vireo.training.alarms import complaint
 from vireo.training.checkpoint import checkpoints
 from vireo.training.export import export
 
@@ -156,3 +165,73 @@ def test_two_gpus_have_the_losses_of_one(name: str, adapters: int, tmp_path: Pat
     torchrun(1, "-m", "vireo.train", *arguments("one"))
     torchrun(2, "-m", "vireo.train", *arguments("two"))
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=2e-4)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_kernel_computes_what_masks_compute(causal: bool, window: int | None) -> None:
+    """Outputs and gradients in bfloat16 against the masked form in float32; 8 queries on 2 keys."""
+    if window and not causal:
+        pytest.skip("only causal layers slide")
+    lengths = [700, 1, 33, 290]
+    torch.manual_seed(0)
+    exact = [torch.randn(1, heads, sum(lengths), 128, device="cuda") for heads in (8, 2, 2)]
+    bounds = Bounds.of(lengths, torch.device("cuda"))
+    module = SimpleNamespace(packed_attention=SimpleNamespace(bounds=bounds), is_causal=causal)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        given = [x.to(dtype).requires_grad_() for x in exact]
+        out, _ = attend(module, *given, None, 128**-0.5, sliding_window=window)
+        out.float().square().sum().backward()
+        found.append([out.detach(), *(x.grad for x in given)])
+    for wanted, got in zip(*found):
+        assert got.shape == wanted.shape
+        assert (got.float() - wanted).norm() < 1e-2 * wanted.norm()
+
+
+def test_the_same_run_twice_has_the_same_bits(base: Path) -> None:
+    for out in ("once", "again"):
+        torchrun(1, "-m", "vireo.train", *flags(base, out, "--deterministic"))
+    assert losses(base / "once") == losses(base / "again")
+
+
+def test_alarms_are_quiet_in_bfloat16(base: Path) -> None:
+    torchrun(1, "-m", "vireo.train", *flags(base, "alarms", "--check_steps=2"))
+    lines = (base / "alarms" / "metrics.jsonl").read_text().splitlines()
+    checked = [r for r in map(json.loads, lines) if "check/blindness" in r]
+    assert len(checked) == STEPS // 2
+    for record in checked:
+        assert complaint(record, torch.bfloat16) is None
+        print({name: value for name, value in record.items() if name.startswith("check/")})
+
+
+def test_memory_foretells_how_many_layers_to_recompute(tmp_path: Path) -> None:
+    """What `auto` counts at 256 tokens is what layers keep at 8,192."""
+    build("qwen2_5_vl", tmp_path / "model", size="test", num_hidden_layers=6, hidden_size=512)
+    made = Renderer(str(tmp_path / "model"))
+    parallel = Parallel(0, 1, torch.device("cuda"), None)
+    spec = ModelSpec(str(tmp_path / "model"), shard=False, recompute="auto")
+    policy, _ = build_policy(spec, made.config, made.family, parallel)
+    rows = [made.empty(512) for _ in range(16)]
+
+    def run(tokens: int) -> tuple[torch.Tensor, int]:
+        inputs = Batch.of(rows[: tokens // 512]).to("cuda").pack()
+        with torch.autocast("cuda", torch.bfloat16):
+            return policy(inputs), tokens
+
+    def kept_with(count: int) -> int:
+        layers = [m for m in policy.modules() if isinstance(m, Recomputed)]
+        for i, layer in enumerate(layers):
+            layer.active = i < count
+        before = torch.cuda.memory_allocated()
+        out, _ = run(8192)
+        kept = torch.cuda.memory_allocated() - before
+        del out
+        return kept
+
+    run(8192)
+    by_memory(policy, 8192, lambda: run(512))
+    said = re.search(r"one keeps ([0-9.e-]+) GiB", by_memory(policy, 8192, lambda: run(512)))
+    assert said
+    kept = (kept_with(0) - kept_with(6)) / 6 / (1 << 30)
+    assert float(said[1]) == pytest.approx(kept, rel=0.2)
