@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from tests.tiny_models import assistant, noise, renderer, row, tiny, user
 from vireo.data.ragged import TRAINER_KEYS, Batch
 from vireo.families import FAMILIES
+from vireo.families.tiny import build
 from vireo.models.attention import NAME, Attention, Bounds, attend
 from vireo.models.build import empty_policy
 from vireo.models.policy import Policy
@@ -90,6 +92,23 @@ def test_a_model_computes_what_stock_attention_computes(family: str) -> None:
         if other.grad is not None:
             scale = other.grad.abs().max().clamp(min=1e-3)
             assert (one.grad - other.grad).abs().max() < 1e-3 * scale, name
+
+
+def test_a_tower_with_windows_computes_what_its_loop_computes(tmp_path: Path) -> None:
+    """Windows of 2 x 2 merged patches in the first layer, all patches in the second."""
+    changes = {"depth": 2, "fullatt_block_indexes": [1], "window_size": 56}
+    folder = build("qwen2_5_vl", tmp_path, size="test", vision=changes)
+    made = renderer("qwen2_5_vl")
+    pictures = [noise(140, 84, seed=1), noise(56, 200, seed=2)]
+    example = made.example(row(user(0, 1, "See?"), assistant("Yes."), images=pictures))
+    given = {n: example.fields[n] for n in ("pixel_values", "image_grid_thw")}
+    auto = transformers.AutoModelForImageTextToText
+    stock = auto.from_pretrained(folder).model.visual
+    ours = Policy(auto.from_pretrained(folder), FAMILIES["qwen2_5_vl"], None).hf.model.visual
+    pixels, grid = given["pixel_values"], given["image_grid_thw"]
+    assert ours.config._attn_implementation == NAME
+    wanted, found = (t(pixels, grid_thw=grid).last_hidden_state for t in (stock, ours))
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("family", VARLEN)
