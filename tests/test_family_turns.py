@@ -149,3 +149,22 @@ def test_a_typed_placeholder_stays_text_in_every_role(family, typed):
         grid = example.fields.get("image_grid_thw", example.fields.get("target_sizes"))
         merged = 4 if "image_grid_thw" in example.fields else 16
         assert seen["<|image_pad|>"] == int(grid.prod(-1).sum()) // merged
+
+
+OWN |= {
+    "qwen3_moe": (CHATML, "", ""),
+    "qwen3_vl": (CHATML, VISION, ""),
+    "qwen3_vl_moe": (CHATML, VISION, ""),
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_the_golden_string_of_qwen3_vl_has_no_system_turn(family):
+    turns = user(0, "What is it?"), assistant("A cat."), user("Sure?"), assistant("Yes.")
+    example = renderer(family).example(row(*turns, images=[noise(56, 28)]))
+    assert marked(renderer(family), example) == (
+        f"<|im_start|>user\n{VISION}What is it?<|im_end|>\n"
+        "<|im_start|>assistant\n«A cat.<|im_end|>»\n"
+        "<|im_start|>user\nSure?<|im_end|>\n"
+        "<|im_start|>assistant\n«Yes.<|im_end|>»\n"
+    )

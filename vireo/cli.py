@@ -97,6 +97,28 @@ def _tiny(argv: list[str]) -> None:
     print(f"wrote {given['out']}")
 
 
+def _graft(argv: list[str]) -> None:
+    parser = _Parser("graft")
+    parser.add_argument("--lm", required=True, help="folder or Hub name of the text model")
+    parser.add_argument("--family", required=True, help="model family to make of it")
+    parser.add_argument("out", help="folder to write")
+    parser.add_argument(
+        "--tower", choices=("published", "demo"), help="its size; demo is for a CPU"
+    )
+    parser.add_argument("--seed", type=int, help="seed of the new random weights")
+    given = parser.read(argv)
+    from vireo.models.graft import graft
+
+    _no_bars()
+    made = graft(**given)
+    before, after = made.rows
+    print(
+        f"{len(made.tokens)} control tokens added, embeddings of {after:,} rows ({before:,} "
+        f"before), {made.parameters:,} new parameters"
+    )
+    print(f"wrote {given['out']}")
+
+
 def _data(argv: list[str]) -> None:
     parser = _Parser("data")
     parser.add_argument("kind", choices=("digits", "shapes"), help="which data")
@@ -157,6 +179,7 @@ def _export(argv: list[str]) -> None:
     parser.add_argument("--max_shard_size", help="largest weight file (default: 5GB)")
     parser.add_argument("--push_to_hub", metavar="ORG/NAME", help="upload it to the Hub as well")
     parser.add_argument("--public", action="store_true", help="make a new Hub repository public")
+    _trust_flag(parser)
     given = parser.read(argv)
     repo, public = given.get("push_to_hub"), given.get("public", False)
     if public and not repo:
@@ -190,6 +213,7 @@ def _eval(argv: list[str]) -> None:
     )
     parser.add_argument("--batch_size", type=_count, help="rows answered at once (default: 16)")
     parser.add_argument("--output_dir", help="folder for the answers")
+    _trust_flag(parser)
     given = parser.read(argv)
     import json
 
@@ -246,6 +270,47 @@ def _training_flags(parser: _Parser, *, model_required: bool) -> None:
         *("image_strategy", "max_length", "max_tokens_per_gpu"),
     ):
         parser.add_argument(f"--{name}", help="as in training")
+    _trust_flag(parser)
+
+
+def _trust_flag(parser: _Parser) -> None:
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="run the code in the model's folder"
+    )
+
+
+def _check_family(argv: list[str]) -> int:
+    parser = _Parser("check-family")
+    parser.epilog = (
+        "The exit code is 1 if a property fails. A family without an entry gets one to start from, "
+        "on standard output."
+    )
+    parser.add_argument("model", help="folder or Hub name of the model")
+    parser.add_argument("--rows", help="data file whose first rows are used where they can be")
+    parser.add_argument("--json", dest="json_file", metavar="JSON", help="write the report there")
+    _trust_flag(parser)
+    given = parser.read(argv)
+    import json
+
+    from vireo.checks.grid import check_family
+    from vireo.checks.starter import UnknownFamily
+    from vireo.hub import local_folder
+    from vireo.report.page import write
+
+    _no_bars()
+    model = local_folder(given["model"])
+    try:
+        report = check_family(model, **_without(given, "model", "json_file"), tell=_now)
+    except UnknownFamily as error:
+        print(error.entry, end="")
+        raise
+    if "json_file" in given:
+        write(given["json_file"], json.dumps(report.as_dict(), indent=1) + "\n")
+    return 1 if report.failed else 0
+
+
+def _now(line: str) -> None:
+    print(line, flush=True)
 
 
 def _demo(argv: list[str]) -> None:
@@ -273,14 +338,16 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
     "eval": (_eval, "measure a model on a data file"),
     "export": (_export, "turn a checkpoint into a folder that from_pretrained loads"),
     "settings": (_settings, "list every setting of a trainer"),
+    "check-family": (_check_family, "test whether a model's family is right, property by property"),
     "env": (_env, "print versions and machine, to paste into a bug report"),
+    "graft": (_graft, "put a new vision tower before a text model"),
     "tiny": (_tiny, "write a tiny random model of a family"),
     "data": (_data, "write a small data set with images"),
 }
 
 
 def _help() -> str:
-    rows = "\n".join(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items())
+    rows = "\n".join(f"  {name:<14}{text}" for name, (_, text) in COMMANDS.items())
     return (
         "usage: vireo COMMAND ...\n\nPost-training for vision-language models.\n\n"
         f"commands (`vireo COMMAND --help` says more):\n{rows}\n\n"

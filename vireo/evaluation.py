@@ -20,6 +20,7 @@ from vireo.data.packing import micro_batches
 from vireo.data.ragged import TRAINER_KEYS, Batch
 from vireo.data.render import Renderer
 from vireo.errors import InputError, RowError
+from vireo.models.build import whole_model
 from vireo.models.load import fingerprint
 from vireo.models.lora import (
     ADAPTER_CONFIG,
@@ -29,6 +30,7 @@ from vireo.models.lora import (
     other_base,
     read_adapter,
 )
+from vireo.models.policy import Policy
 from vireo.training.engine import TrainEngine
 
 
@@ -127,7 +129,7 @@ def policy_answers(
         **({"synced_gpus": True} if sharded else {}),
     )
     engine.reshard()
-    if hasattr(engine.policy.hf.model, "rope_deltas"):
+    if hasattr(getattr(engine.policy.hf, "model", None), "rope_deltas"):
         engine.policy.hf.model.rope_deltas = None  # generation leaves its offsets behind
     return answers
 
@@ -144,6 +146,7 @@ def evaluate_files(
     max_new_tokens: int = 64,
     batch_size: int = 16,
     output_dir: str | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Accuracy of a model or adapter folder on a data file; answers with their images in
     `output_dir`."""
@@ -162,22 +165,30 @@ def evaluate_files(
         if notice := other_base(adapter, fingerprint(folder)):
             print(f"note: {notice}", file=sys.stderr)
     renderer = Renderer(
-        folder, processor_folder, image_size=image_size, image_strategy=image_strategy
+        folder,
+        processor_folder,
+        image_size=image_size,
+        image_strategy=image_strategy,
+        trust_remote_code=trust_remote_code,
     )
     rows = read_rows(eval_file, image_root=image_root)
     chosen = [rows[i] for i in range(min(len(rows), limit or len(rows)))]
     if not chosen:
         raise InputError(f"{eval_file} has no row to evaluate on")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    auto = getattr(transformers, renderer.family.auto_class)
-    hf = auto.from_pretrained(folder, dtype="auto")
+    family = renderer.family
+    if family.remote:
+        hf = whole_model(renderer.config, family, folder, renderer.config.dtype)
+    else:
+        auto = getattr(transformers, family.auto_class)
+        hf = auto.from_pretrained(folder, dtype="auto")
     if adapter is not None:
-        add_adapters(hf, renderer.family, read_adapter(adapter))
+        add_adapters(hf, family, read_adapter(adapter))
         fill_adapters(hf, adapter)
     hf = hf.to(device).eval()
     started = time.perf_counter()
     answers = answer_rows(
-        hf.generate,
+        Policy(hf, family, None).generate if family.remote else hf.generate,
         renderer,
         chosen,
         device,

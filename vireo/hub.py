@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vireo.errors import InputError, first_line
 
-_WANTED = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+_WANTED = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors", "*.py"]
 
 
 def local_folder(name: str) -> str:

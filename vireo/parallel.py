@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -49,6 +52,34 @@ class Parallel:
         out: list[Any] = [None] * self.world
         dist.all_gather_object(out, value)
         return out
+
+    def exchange(self, outgoing: Sequence[Sequence[Any]]) -> list[Any]:
+        """What every rank has for this one (picklable objects), by sender; collective.
+
+        `outgoing[r]` goes to rank r alone, over the CPU (no CUDA tensors). Ranks that have nothing
+        for each other exchange no more than its size, 0.
+        """
+        if self.world == 1:
+            return list(outgoing[0])
+        files = [io.BytesIO() for _ in outgoing]
+        for rank, (file, items) in enumerate(zip(files, outgoing)):
+            if items and rank != self.rank:
+                pickle.dump(list(items), file)
+        sizes = torch.tensor([len(file.getbuffer()) for file in files])
+        coming = torch.empty_like(sizes)
+        dist.all_to_all_single(coming, sizes)
+        received = [torch.empty(size, dtype=torch.uint8) for size in coming.tolist()]
+        work = [dist.irecv(data, rank) for rank, data in enumerate(received) if len(data)]
+        for rank, file in enumerate(files):
+            if sizes[rank]:
+                sent = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+                work.append(dist.isend(sent, rank))
+        for one in work:
+            assert one is not None
+            one.wait()
+        parts = [pickle.loads(data.numpy().data) if len(data) else [] for data in received]
+        parts[self.rank] = outgoing[self.rank]
+        return [item for part in parts for item in part]
 
     def barrier(self) -> None:
         if self.world > 1:

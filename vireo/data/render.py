@@ -22,6 +22,7 @@ from vireo.data import chat_templates
 from vireo.data.conversation import Conversation, Image, ImageRef, Text, Turn
 from vireo.data.images import ImageError, as_row_error, fit_image, load_image
 from vireo.data.model_folder import load_config, load_processor
+from vireo.data.nested import flatten
 from vireo.data.positions import Positions
 from vireo.data.ragged import BASE_KEYS, IGNORE, Example
 from vireo.data.template import ChatTemplate, check_others, control_tokens
@@ -48,14 +49,15 @@ class Renderer:
         max_length: int | None = None,
         budget: int | None = None,
         many_images: bool = True,
+        trust_remote_code: bool = False,
     ):
         self.model_path, self.processor_path = model_path, processor_path or model_path
-        self.config, self.family = load_config(model_path)
+        self.config, self.family = load_config(model_path, trust_remote_code)
         self.image_size, self.image_strategy = image_size, image_strategy
         self.many_images = many_images
         self.max_length = self._limit(max_length)
         self.longest = min(self.max_length, budget or self.max_length)
-        self.processor = load_processor(self.family, self.processor_path)
+        self.processor = load_processor(self.family, self.processor_path, trust_remote_code)
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
         template = getattr(self.processor, "chat_template", None) or tokenizer.chat_template
         if chat_template is not None:
@@ -65,7 +67,10 @@ class Renderer:
         if not isinstance(template, str):
             raise InputError(f"{self.processor_path}: no chat template beside the tokenizer")
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(template, tokenizer, parts=self.family.has_vision)
+        written = self.family.written
+        self.template = ChatTemplate(
+            template, tokenizer, parts=self.family.has_vision and not written, image=written
+        )
         self.controls = control_tokens(tokenizer)
         tokenizer.add_tokens(
             [AddedToken(MARK, special=True, normalized=False)], special_tokens=True
@@ -73,11 +78,13 @@ class Renderer:
         self.mark_id = tokenizer.convert_tokens_to_ids(MARK)
         self._typed = Typed.pattern(self.controls)
         self.keys = {**BASE_KEYS, **self.family.keys}
-        self.image_ids = set(tokenizer.convert_tokens_to_ids(list(self.family.image_tokens)))
+        vocabulary = tokenizer.get_vocab()  # in some checkpoints of a family, some are plain text
+        self.image_ids = {vocabulary[t] for t in self.family.image_tokens if t in vocabulary}
         self.pad_id = tokenizer.pad_token_id
         if self.pad_id is None:
             self.pad_id = tokenizer.eos_token_id
         self.positions = Positions(self.config, self.family)
+        self._take_around()
         self._check_processor()
 
     def example(self, row: Conversation) -> Example:
@@ -115,14 +122,16 @@ class Renderer:
         blank = Pil.new("RGB", (8, 8), "white")
         text = self.template.render([turn], prompt=True) + (self.family.placeholder or "")
         out = self._call(text, [blank])
+        if self.family.remote:  # which takes whole rows
+            return out
         return {
             n: out[n] for n, key in self.family.keys.items() if key.kind != "token" and n in out
         }
 
-    def empty(self) -> Example:
-        """Two tokens of which one carries loss: what a rank runs when it has nothing left."""
-        ids = torch.full((2,), self.pad_id)
-        labels = torch.tensor([IGNORE, self.pad_id])
+    def empty(self, tokens: int = 2) -> Example:
+        """Tokens of which one carries loss: what a rank runs when it has nothing left."""
+        ids = torch.full((tokens,), self.pad_id)
+        labels = torch.tensor([IGNORE] * (tokens - 1) + [self.pad_id])
         fields = {"input_ids": ids, "labels": labels, "loss_weight": (labels != IGNORE).float()}
         return Example(fields | {"positions": self.positions(fields)}, self.keys)
 
@@ -155,6 +164,24 @@ class Renderer:
                 "model's chat template must write what the processor would add"
             )
 
+    def _take_around(self) -> None:
+        """Let this copy of the processor leave out what the family has round an image.
+
+        It is written in the text instead, outside the marks: it may be one token with the text
+        beside it. Raises InputError where the processor has something else there.
+        """
+        before, after = self.family.around
+        if not before and not after:
+            return
+        whole = getattr(self.processor, "full_image_sequence", "")
+        if not (whole.startswith(before) and whole.endswith(after)):
+            raise InputError(
+                f"{self.processor_path}: its processor makes {whole[:20]!r}...{whole[-20:]!r} of "
+                f"an image, expected {before!r} before and {after!r} after it; use the processor "
+                f"of the published {self.family.name} model"
+            )
+        self.processor.full_image_sequence = whole.removeprefix(before).removesuffix(after)
+
     # -- one processor call ------------------------------------------------------------------
 
     def _encode(self, row: Conversation, turns: tuple[Turn, ...], prompt: bool) -> Example:
@@ -181,7 +208,11 @@ class Renderer:
                 text = text[:end] + stop + text[end:]
                 answers[-1] = slice(start, end + len(stop))
         text, typed = hidden.marked(text)
+        if slots:
+            text, answers = self._write_around(text, answers)
         text, answers, marks = self._place_marks(text, answers, typed, slots)
+        if slots:
+            answers = self._without_images(text, answers)
         plain = self._tokenize(text)
         # Hopeless rows (a book as a question) go before their images cost anything.
         least = len(plain["input_ids"]) - len(marks)
@@ -202,6 +233,28 @@ class Renderer:
                 f"{tokens} tokens{when}, the limit is {self.longest}: "
                 f"raise {setting} or leave the row out",
             )
+
+    def _write_around(self, text: str, answers: list[slice]) -> tuple[str, list[slice]]:
+        """The text with what the family has round each image, and the answers' spans in it."""
+        placeholder, (before, after) = self.family.placeholder or "", self.family.around
+
+        def moved(at: int) -> int:
+            return at + text.count(placeholder, 0, at) * len(before + after)
+
+        answers = [slice(moved(span.start), moved(span.stop)) for span in answers]
+        return text.replace(placeholder, before + placeholder + after), answers
+
+    def _without_images(self, text: str, answers: list[slice]) -> list[slice]:
+        """The parts of `answers` that are none of an image's, in the text with marks."""
+        before, after = self.family.around
+        image = re.escape(f"{before}{MARK}{self.family.placeholder}{MARK}{after}")
+        parts = []
+        for span in answers:
+            edges = [span.start]
+            for found in re.compile(image).finditer(text, span.start, span.stop):
+                edges += found.span()
+            parts += [slice(a, b) for a, b in zip(edges[::2], [*edges[1::2], span.stop])]
+        return parts
 
     def _place_marks(
         self, text: str, answers: list[slice], typed: list[str], slots: int
@@ -248,20 +301,31 @@ class Renderer:
 
     def _tokenize(self, text: str) -> dict[str, Any]:
         return self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            text,
+            add_special_tokens=self._needs_start(text),
+            return_offsets_mapping=True,
+            verbose=False,
         )
+
+    def _needs_start(self, text: str) -> bool:
+        """Whether a processor starts this text with a token of the tokenizer's (as transformers'
+        own do, unless the chat template has written it); plain tokenizers leave it to templates."""
+        start = self.tokenizer.bos_token
+        return self.family.has_vision and not (start and text.startswith(start))
 
     def _call(self, text: str, images: list[Any]) -> dict[str, torch.Tensor]:
         if not self.family.has_vision:
             ids = self.tokenizer([text], add_special_tokens=False, return_tensors="pt")
             return {"input_ids": ids["input_ids"]}
         try:
-            return self.processor(
+            nested = self.family.remote
+            out = self.processor(
                 text=[text],
-                images=[images] if images else None,
-                add_special_tokens=False,
+                images=[images] if images or nested else None,
+                add_special_tokens=self._needs_start(text),
                 return_tensors="pt",
             )
+            return flatten(out) if nested else out
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if not images:
                 raise RowError("template", f"the processor refuses the text: {error}") from error
@@ -300,6 +364,7 @@ class Renderer:
             raise RowError("template", "the processor moved or repeated a part of the text")
         for j, ((a, ids), (b, ids_full)) in enumerate(zip(parts_short, parts_full)):
             if j > 0 and marks[j - 1] is None:  # an image slot: what the processor made of it
+                self._check_edges(ids_full)
                 add(ids_full, False, slice(b, b + len(ids_full)))
                 continue
             if j > 0 and marks[j - 1]:
@@ -327,6 +392,17 @@ class Renderer:
         # Example checks lengths; positions are set by the caller once the ids are final.
         return Example(fields, self.keys, images=slots)
 
+    def _check_edges(self, ids: list[int]) -> None:
+        """Raises RowError where plain text, which could join the text beside it, ends a slot."""
+        if not ids or not {ids[0], ids[-1]} <= self.image_ids:
+            text = self.tokenizer.decode(ids)
+            raise RowError(
+                "template",
+                f"the processor makes {text[:20]!r}...{text[-20:]!r} of an image, with plain text "
+                "at an end, whose tokens may reach into the text beside it: use the processor of "
+                f"the published {self.family.name} model",
+            )
+
     def _limit(self, wanted: int | None) -> int:
         text = self.config.get_text_config()
         limit = getattr(text, "max_position_embeddings", None) or 2**31
@@ -348,6 +424,7 @@ def open_renderer(settings: Any) -> Renderer:
         max_length=data.max_length,
         budget=settings.batch.max_tokens_per_gpu,
         many_images=data.pack_multi_image,
+        trust_remote_code=model.trust_remote_code,
     )
 
 

@@ -21,16 +21,19 @@ from vireo.errors import InputError, RowError
 class ChatTemplate:
     """A Jinja chat template with the tokenizer whose control tokens it writes.
 
-    `parts`: whether the template takes content as a list of parts (vision) or as one string.
+    `parts`: whether the template takes content as a list of parts (vision) or as one string, in
+        which `image` stands for an image.
     `end_of_turn`: the control token behind an answer (None: the template writes none).
     `last_end`: what training adds behind a row's last answer if the template does not write it.
     """
 
-    def __init__(self, template: str, tokenizer: Any, parts: bool):
+    def __init__(self, template: str, tokenizer: Any, parts: bool, image: str = ""):
         self.template, self.tokenizer, self.parts = template, tokenizer, parts
+        self.image = image
         self.end_of_turn: str | None = None
         self.last_end: str | None = None
         self._opener = ""  # what a prompt goes on with where a turn's answer may already begin
+        self._respelt = ("", "")  # how rows open an answer, and how prompts do
         self._probe()
 
     def render(
@@ -39,13 +42,14 @@ class ChatTemplate:
         """The text of `turns`; with `prompt`, followed by what opens the assistant's answer."""
         messages = [self._message(turn) for turn in turns]
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 messages,
                 tools=list(tools) or None,
                 chat_template=self.template,
                 tokenize=False,
                 add_generation_prompt=prompt,
             )
+            return text.replace(*self._respelt)
         except Exception as error:  # a template is a program of its own
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             what = " ".join(str(error).split())[:300]
@@ -121,7 +125,8 @@ class ChatTemplate:
         )
 
     def _message(self, turn: Turn) -> dict[str, Any]:
-        content: Any = turn.text
+        said = (part.text if isinstance(part, Text) else self.image for part in turn.parts)
+        content: Any = "".join(said)
         if self.parts:
             content = [
                 {"type": "image"}
@@ -153,6 +158,8 @@ class ChatTemplate:
         content = self._message(answer)["content"]
         if probe not in last or probe not in middle:
             raise InputError("the model's chat template leaves out what the assistant says")
+        self._respelt = self._respelling(first, prompt, last, probe)
+        last, middle = last.replace(*self._respelt), middle.replace(*self._respelt)
         if self.parts and (str(content) in last or json.dumps(content) in last):
             raise InputError(
                 "the model's chat template takes no images: it writes a list of parts as it is; "
@@ -172,6 +179,19 @@ class ChatTemplate:
         at = middle.index(probe)
         if prompt[:at] == middle[:at]:
             self._opener = prompt[at:]
+
+    def _respelling(self, first: str, prompt: str, last: str, probe: str) -> tuple[str, str]:
+        """How rows open an answer, and how prompts do, if white space is all that differs.
+
+        Rows get the opening of prompts then: it is what an answer is generated behind. Only where
+        a control token stands in it, so that no person can have typed it.
+        """
+        if prompt.startswith(first) and last.startswith(first):
+            row, opening = last[len(first) : last.index(probe)], prompt[len(first) :]
+            known = any(token in row for token in control_tokens(self.tokenizer))
+            if known and row.split() == opening.split() and not row.startswith(opening):
+                return row, opening
+        return "", ""
 
     def _token_after(self, text: str, probe: str) -> str | None:
         """The control token that follows the probe, if nothing but white space is between."""

@@ -51,6 +51,8 @@ class Family:
     # Processor outputs besides input_ids and attention_mask.
     keys: dict[str, Key] = field(default_factory=dict)
     placeholder: str | None = None  # what the chat template writes for one image
+    # Where the chat template takes text alone: what is put into a turn's text for one image.
+    written: str = ""
     expands: bool = True  # the processor puts more tokens in the place of a placeholder
     # Plain text that the processor writes round an expanded image: it joins its neighbours' tokens.
     around: tuple[str, str] = ("", "")
@@ -63,6 +65,12 @@ class Family:
     # the others compute transformers' own, with masks.
     varlen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()  # module paths that no forward reaches: never trained
+    # Its code is a part of the checkpoint, run with --trust_remote_code only. Its inputs are lists,
+    # one a row (see data.nested), and its language model, which transformers has, is named `llm`.
+    remote: bool = False
+    # The tower's layers, by path, where `config.vision_feature_layer` says of which of them the
+    # language model sees the output: those above it are never trained either.
+    tower_layers: str | None = None
     limits: tuple[str, ...] = ()  # what a person should know, one sentence each, for the matrix
 
     @property

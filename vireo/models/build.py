@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -19,12 +17,14 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from vireo.data.model_folder import running_code
 from vireo.families import Family
 from vireo.models.load import fill_from_checkpoint
 from vireo.models.lora import Lora, add_adapters, fill_adapters, init_adapters
 from vireo.models.names import freeze, wrap_classes
 from vireo.models.policy import Policy
-from vireo.parallel import Parallel
+from vireo.models.recompute import Recomputed, wrap_layers
+from vireo.parallel import Parallel, alone
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ModelSpec:
     frozen: frozenset[str] = frozenset()
     dtype: torch.dtype = torch.float32
     shard: bool = True
-    recompute: bool = False  # activation checkpointing of each decoder layer
+    recompute: str = "none"  # which decoder layers: none, full, every-N, auto
     wrap: tuple[str, ...] | None = None
     lora: Lora | None = None
     adapter: str | None = None
@@ -70,13 +70,10 @@ def build_policy(
     else:
         freeze(policy.hf, family, set(spec.frozen))
     classes, notice = wrap_classes(policy.hf, family, list(spec.wrap) if spec.wrap else None)
-    if spec.recompute:
-        wrap_layers(policy.hf, classes, lambda layer: checkpoint_wrapper(layer))
+    wrap_layers(policy.hf, classes, spec.recompute)
     if spec.shard:
         shard(policy, family, classes, spec.dtype, parallel)
-    policy.to_empty(device=parallel.device)
-    policy.hf.tie_weights()
-    init_buffers(policy.hf)
+    give_memory(policy, policy.hf, parallel.device)
     if load or spec.lora is not None:  # a checkpoint of adapters holds nothing else
         fill_from_checkpoint(policy.hf, spec.path, parallel)
     if spec.adapter is not None:
@@ -89,9 +86,36 @@ def build_policy(
 def empty_policy(config: Any, family: Family, dummy: dict[str, Tensor] | None = None) -> Policy:
     """The model's modules without memory for their parameters."""
     auto = getattr(transformers, family.auto_class)
-    with torch.device("meta"):
-        hf = auto.from_config(config, dtype=torch.float32)
+    if family.remote:  # whose buffers nothing but its own code can make
+        with running_code(config.name_or_path), init_empty_weights(include_buffers=False):
+            hf = auto.from_config(config, dtype=torch.float32, trust_remote_code=True)
+    else:
+        with torch.device("meta"):
+            hf = auto.from_config(config, dtype=torch.float32)
     return Policy(hf, family, dummy)
+
+
+def give_memory(model: nn.Module, hf: Any, device: torch.device | str) -> None:
+    """Memory for weights, which have no values yet, and values for the buffers that no checkpoint
+    holds. `hf` is the transformers model in `model`."""
+    made = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        if name in made:
+            buffer.copy_(made[name])
+    hf.tie_weights()
+    init_buffers(hf)
+
+
+def whole_model(config: Any, family: Family, folder: str, dtype: torch.dtype | None = None) -> Any:
+    """The model with the weights of its folder, unsharded, in float32 or `dtype` (its buffers stay
+    as its code makes them, where `from_pretrained` of transformers 5 would empty them)."""
+    hf = empty_policy(config, family).hf
+    give_memory(hf, hf, "cpu")
+    fill_from_checkpoint(hf, folder, alone())
+    for parameter in hf.parameters():
+        parameter.data = parameter.data.to(dtype or torch.float32)
+    return hf
 
 
 def shard(
@@ -99,18 +123,20 @@ def shard(
 ) -> None:
     """FSDP2: each decoder layer and each layer of the vision tower, then the rest as the root.
 
-    Ranks cannot drift: the tower runs in every micro-batch (see Policy), frozen or not.
+    Ranks cannot drift: the tower runs in every micro-batch (see Policy), frozen or not. That of a
+    family with code of its own is a part of the root: it may run several times in one forward, as
+    often as it has slices for, and so would what its layers gather.
     """
     # Inputs of layers are not cast: the vision tower's rotary angles are float32, as they are in
     # the plain model and in an engine.
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    layers = classes | set(family.vision_layers)
-    recomputed = {m._checkpoint_wrapped_module for m in policy.modules() if _recomputes(m)}
+    layers = classes | set(() if family.remote else family.vision_layers)
+    recomputed = {m._checkpoint_wrapped_module for m in policy.modules() if _wraps(m)}
     sharded: list[FSDPModule] = []
     for module in reversed(list(policy.hf.modules())):  # inner modules before outer ones
-        if _recomputes(module) or (type(module).__name__ in layers and module not in recomputed):
+        if _wraps(module) or (type(module).__name__ in layers and module not in recomputed):
             sharded.append(fully_shard(module, mesh=parallel.mesh, mp_policy=precision))
     sharded.append(fully_shard(policy, mesh=parallel.mesh, mp_policy=precision))
     for module in sharded:  # gradients are summed over ranks, exactly: no division by their number
@@ -119,15 +145,8 @@ def shard(
     register_fsdp_forward_method(policy, "generate")
 
 
-def _recomputes(module: nn.Module) -> bool:
-    return isinstance(module, CheckpointWrapper)
-
-
-def wrap_layers(model: nn.Module, classes: set[str], wrap: Any) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__ in classes:
-                setattr(parent, name, wrap(child))
+def _wraps(module: nn.Module) -> bool:
+    return isinstance(module, Recomputed)
 
 
 def switch_cache_off(config: Any) -> None:
@@ -140,7 +159,7 @@ def switch_cache_off(config: Any) -> None:
 def init_buffers(hf: Any) -> None:
     """Values of buffers that no checkpoint holds (rotary frequencies, numbers of positions), as the
     model makes them; its parameters, which the same function would fill, are kept away from it."""
-    for module in hf.modules():
+    for module, model in _with_models(hf):
         if not module._non_persistent_buffers_set:
             continue
         owners = [(m, dict(m._parameters)) for m in module.modules()]
@@ -150,7 +169,15 @@ def init_buffers(hf: Any) -> None:
                     stand_in = torch.empty(parameter.shape, device="meta")
                     owner._parameters[name] = nn.Parameter(stand_in, requires_grad=False)
         try:
-            hf._init_weights(module)
+            model._init_weights(module)
         finally:
             for owner, parameters in owners:
                 owner._parameters.update(parameters)
+
+
+def _with_models(module: nn.Module, model: Any = None) -> Iterator[tuple[nn.Module, Any]]:
+    """Every module, with the innermost model round it: a tower of another family is one, too."""
+    model = module if isinstance(module, transformers.PreTrainedModel) else model
+    yield module, model
+    for child in module.children():
+        yield from _with_models(child, model)

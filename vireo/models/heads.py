@@ -14,20 +14,26 @@ from torch.utils.checkpoint import checkpoint
 CHUNK = 2048  # positions; 2048 x 152,000 float32 logits are 1.2 GB
 
 
-def token_logprobs(hidden_NH: Tensor, head: nn.Module, targets_N: Tensor) -> Tensor:
+def token_logprobs(
+    hidden_NH: Tensor, head: nn.Module, targets_N: Tensor, softcap: float | None = None
+) -> Tensor:
     """log p(target) in float32, shape [N], from hidden states [N, H].
 
-    `head` maps [n, H] to logits [n, V] in its own precision; the softmax is in float32.
+    `head` maps [n, H] to logits [n, V] in its own precision; the softmax is in float32. `softcap`
+    (`final_logit_softcapping` of a config) bends logits into -softcap .. softcap before it, as
+    softcap * tanh(logits / softcap).
     """
     pieces = [
-        checkpoint(_chunk, head, hidden, targets, use_reentrant=False)
+        checkpoint(_chunk, head, hidden, targets, softcap, use_reentrant=False)
         if torch.is_grad_enabled()
-        else _chunk(head, hidden, targets)
+        else _chunk(head, hidden, targets, softcap)
         for hidden, targets in zip(hidden_NH.split(CHUNK), targets_N.split(CHUNK))
     ]
     return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
 
 
-def _chunk(head: nn.Module, hidden_nH: Tensor, targets_n: Tensor) -> Tensor:
+def _chunk(head: nn.Module, hidden_nH: Tensor, targets_n: Tensor, softcap: float | None) -> Tensor:
     logits = head(hidden_nH).float()
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
     return logits.gather(-1, targets_n[:, None]).squeeze(-1) - logits.logsumexp(-1)

@@ -1,7 +1,7 @@
 """Fill a (sharded) model from safetensors files: rank 0 reads, every rank keeps its part.
 
 A tensor crosses in slices of rows, so a rank never needs more memory than its own shards and one
-slice. Names on disk follow the published layout of each family; transformers' own table maps them.
+slice, and rank 0 that of one tensor where the model's is not the file's (see models.layout).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from vireo.errors import InputError
+from vireo.models.layout import Layout, Stored, misshapen, some
 from vireo.models.names import is_adapter, plain_name
 from vireo.parallel import Parallel
 
@@ -32,11 +34,13 @@ def fill_from_checkpoint(hf: Any, path: str, parallel: Parallel) -> None:
     Raises InputError on every rank if a tensor is missing, left over, or has another shape.
     """
     targets, tied = _targets(hf)
+    layout = Layout(hf, _base_state(hf))
     plan: list = [None]
     files: dict[str, Any] = {}
     if parallel.rank == 0:
         try:
-            plan[0], files = _plan(hf, path, targets, tied)
+            files = {p.name: safe_open(p, framework="pt") for p in _weight_files(path)}
+            plan[0] = _plan(layout, path, files, targets, tied)
         except InputError as error:
             plan[0] = error
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -45,9 +49,36 @@ def fill_from_checkpoint(hf: Any, path: str, parallel: Parallel) -> None:
         dist.broadcast_object_list(plan, src=0, device=torch.device("cpu"))
     if isinstance(plan[0], InputError):
         raise plan[0]
-    for name, key, file, dtype in plan[0]:
-        read = files[file].get_slice(key) if parallel.rank == 0 else None
-        _receive(targets[name], read, dtype, parallel)
+    for step in plan[0]:
+        _fill(targets, step, layout, files, parallel)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is read at once: `fills` are names in memory (`name` is the first) and types on disk."""
+
+    name: str
+    pieces: list[Stored]
+    fills: dict[str, torch.dtype]
+
+    def open(self, layout: Layout, files: dict[str, Any]) -> dict[str, Any]:
+        """Name in memory -> what rows can be read from: a part of a file, or a tensor made."""
+        first = self.pieces[0]
+        if first.pattern is None:
+            return {self.name: files[first.file].get_slice(first.key)}
+        return layout.convert(self.name, self.pieces, lambda p: files[p.file].get_tensor(p.key))
+
+
+def _fill(
+    targets: dict[str, Tensor],
+    step: Step,
+    layout: Layout,
+    files: dict[str, Any],
+    parallel: Parallel,
+) -> None:
+    source = step.open(layout, files) if parallel.rank == 0 else {}
+    for name, dtype in step.fills.items():
+        _receive(targets[name], source.get(name), dtype, parallel)
 
 
 def _targets(hf: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -86,37 +117,55 @@ def _base_state(hf: Any) -> dict[str, Tensor]:
 
 
 def _plan(
-    hf: Any, path: str, targets: dict[str, Tensor], tied: dict[str, str]
-) -> tuple[list, dict[str, Any]]:
-    """[(name in memory, key on disk, file, dtype)] and the open files."""
-    files = {p.name: safe_open(p, framework="pt") for p in _weight_files(path)}
-    rename = _renamer(hf)
-    plan: dict[str, tuple[str, str, str, str]] = {}
+    layout: Layout,
+    path: str,
+    files: dict[str, Any],
+    targets: dict[str, Tensor],
+    tied: dict[str, str],
+) -> list[Step]:
+    """How to fill every target, from the headers of the files alone."""
+    plain: dict[str, Stored] = {}
+    converted: dict[str, list[Stored]] = {}
     extra = []
     for file, handle in files.items():
         for key in handle.keys():  # noqa: SIM118 - a safetensors handle is no dict
-            name = rename(key)
+            name, pattern = layout.place(key)
             name = tied.get(name, name)
             if name not in targets:
                 extra.append(key)
                 continue
             view = handle.get_slice(key)
-            shape = tuple(view.get_shape())
-            if shape != tuple(targets[name].shape):
-                raise InputError(
-                    f"{path}: {key} has shape {shape}, the config wants "
-                    f"{tuple(targets[name].shape)}"
-                )
-            if name in plan:
-                _, first, first_file, _ = plan[name]
-                _check_equal(path, first, files[first_file].get_slice(first), key, view)
+            shape, dtype = tuple(view.get_shape()), _dtype(path, key, view)
+            piece = Stored(key, file, shape, dtype, pattern)
+            if pattern is not None:
+                converted.setdefault(name, []).append(piece)
+                continue
+            if shape != (wanted := tuple(targets[name].shape)):
+                raise InputError(misshapen(path, key, shape, wanted))
+            if first := plain.get(name):
+                _check_equal(path, first.key, files[first.file].get_slice(first.key), key, view)
             else:
-                plan[name] = (name, key, file, str(view.get_dtype()))
-    for what, names in (("lacks", sorted(set(targets) - set(plan))), ("has unknown", extra)):
+                plain[name] = piece
+    steps = [Step(name, [piece], {name: piece.dtype}) for name, piece in plain.items()]
+    for name, pieces in converted.items():
+        made = layout.check(path, name, pieces)
+        steps.append(Step(name, pieces, {n: value.dtype for n, value in made.items()}))
+        extra += [plain[n].key for n in made if n in plain]  # stored whole and in pieces
+    lacking = sorted(set(targets) - {name for step in steps for name in step.fills})
+    for what, names in (("lacks", lacking), ("has unknown", extra)):
         if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-            raise InputError(f"{path}: the checkpoint {what} tensors: {shown}")
-    return list(plan.values()), files
+            raise InputError(f"{path}: the checkpoint {what} tensors: {some(names)}")
+    return steps
+
+
+def _dtype(path: str, key: str, view: Any) -> torch.dtype:
+    """The type of a tensor in a file."""
+    name = str(view.get_dtype())
+    if name not in _DTYPES:
+        raise InputError(
+            f"{path}: {key} is of type {name}, which cannot be trained; convert it to bf16 first"
+        )
+    return _DTYPES[name]
 
 
 def _check_equal(path: str, first: str, a: Any, second: str, b: Any) -> None:
@@ -146,25 +195,6 @@ def _weight_files(path: str) -> list[Path]:
     return [single]
 
 
-def _renamer(hf: Any):
-    """Disk name -> memory name, by transformers' conversion table for this model."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    table = get_model_conversion_mapping(hf)
-    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
-    converters: Any = [entry for entry in table if not isinstance(entry, WeightRenaming)]
-    known = _base_state(hf)
-
-    def rename(key: str) -> str:
-        name, converter = rename_source_key(key, renamings, converters, hf.base_model_prefix, known)
-        if converter is not None:
-            raise InputError(f"{key}: this checkpoint's layout needs a conversion ({converter})")
-        return name
-
-    return rename
-
-
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -177,11 +207,8 @@ _DTYPES = {
 
 
 @torch.no_grad()
-def _receive(target: Tensor, read: Any, dtype: str, parallel: Parallel) -> None:
+def _receive(target: Tensor, read: Any, kind: torch.dtype, parallel: Parallel) -> None:
     """Fill `target` (a DTensor sharded on dim 0, or a plain tensor) slice by slice."""
-    if dtype not in _DTYPES:
-        raise InputError(f"weights of type {dtype} cannot be trained; convert them to bf16 first")
-    kind = _DTYPES[dtype]
     if target.dim() == 0:
         value = (
             read[...].clone()

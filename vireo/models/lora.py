@@ -102,6 +102,8 @@ def matched_modules(hf: nn.Module, family: Family, lora: Lora) -> list[str]:
     part = {name: part_of(name, family) for name in linear}
     # Embeddings and head have no adapters: a tied pair would need two at once.
     open_to = [name for name in linear if part[name] not in ("head", "embeddings")]
+    closed_by_peft = _taken_for_experts(hf, open_to)
+    open_to = [name for name in open_to if name.split(".")[-1] not in closed_by_peft]
 
     def hits(word: str, flag: str, closed: frozenset[str]) -> set[str]:
         if word in PART_WORDS:
@@ -130,6 +132,35 @@ def adapted_modules(hf: nn.Module) -> list[str]:
     return [name.partition(".lora_A.")[0] for name in names if ".lora_A." in name]
 
 
+def _taken_for_experts(hf: nn.Module, linear: list[str]) -> set[str]:
+    """Last pieces of names that PEFT takes for experts, which have such names on disk: it would put
+    adapters on the fused tensors in place of the modules."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    taken = set()
+    for piece in {name.split(".")[-1] for name in linear}:
+        config = peft_config(Lora(1, 1), [piece])
+        try:
+            convert_peft_config_for_transformers(config, model=hf, conversions=None)
+        except ValueError:  # part of a tensor whose other parts are not named
+            config.target_modules = set()
+        if piece not in config.target_modules:
+            taken.add(piece)
+    return taken
+
+
+def _tensor_with(hf: nn.Module, word: str) -> str | None:
+    """The end of the name of the tensor that holds what has this name on disk, where layouts differ
+    (weights of all experts in one)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    for entry in get_model_conversion_mapping(hf):  # type: ignore[arg-type]
+        patterns = [*entry.source_patterns, *entry.target_patterns]
+        if hasattr(entry, "operations") and any(word in p.split(".") for p in patterns):
+            return entry.target_patterns[0]
+    return None
+
+
 def _no_match(word: str, flag: str, hf: nn.Module, linear: list[str], part: dict) -> str:
     names = sorted({n for name in linear if not (n := name.split(".")[-1]).isdigit()})
     words = [w for w, p in PART_WORDS.items() if p in part.values()]
@@ -143,6 +174,11 @@ def _no_match(word: str, flag: str, hf: nn.Module, linear: list[str], part: dict
         kind = type(other).__name__
         places = ", ".join(names)
         return f"{flag} {word} is of type {kind}, and adapters go on linear modules: {places}"
+    if tensor := _tensor_with(hf, word):
+        return (
+            f"{flag} {word} is in the tensor {tensor}, and adapters go on linear modules: "
+            f"{', '.join(names)}"
+        )
     near = nearest(word, [*names, *words])
     hint = f"; did you mean {near}?" if near else "."
     return (

@@ -39,14 +39,22 @@ def part_of(name: str, family: Family) -> str | None:
 def freeze(model: nn.Module, family: Family, parts: set[str]) -> None:
     """Switch the gradients of `parts` off, and of what no forward reaches. Neither holds any
     optimizer state."""
+    unused = unused_paths(model, family)
     for name, parameter in named_parameters(model):
-        if part_of(name, family) in parts or is_unused(name, family):
+        if part_of(name, family) in parts or name.startswith(unused):
             parameter.requires_grad_(False)
 
 
-def is_unused(name: str, family: Family) -> bool:
-    """Whether a parameter lies in a module that no forward reaches."""
-    return any(name.startswith(path + ".") for path in family.unused)
+def unused_paths(model: nn.Module, family: Family) -> tuple[str, ...]:
+    """Paths of the modules that no forward reaches, each with a dot behind it."""
+    paths = list(family.unused)
+    if family.tower_layers is not None:
+        layers, config = len(model.get_submodule(family.tower_layers)), model.config
+        shown = config.vision_feature_layer  # 0: what goes into the tower; -1: its last output
+        shown = [shown] if isinstance(shown, int) else shown
+        last = max(layer % (layers + 1) for layer in shown)
+        paths += [f"{family.tower_layers}.{i}" for i in range(last, layers)]
+    return tuple(f"{path}." for path in paths)
 
 
 def wrap_classes(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vireo.data.nested import nest, with_blank
 from vireo.data.ragged import IGNORE, TRAINER_KEYS
 from vireo.families import Family
 from vireo.models.attention import Attention
@@ -28,7 +29,7 @@ class Policy(nn.Module):
         self.attention = Attention(hf, family)
         self.dummy = dummy  # one smallest image, for micro-batches without images
         self._nothing: Tensor | None = None
-        if dummy is not None:
+        if dummy is not None and not family.remote:
             self.hf.get_input_embeddings().register_forward_hook(self._add_nothing)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -47,27 +48,50 @@ class Policy(nn.Module):
             positions = positions[1:]  # the text row is only for packed boundaries
         elif self.family.positions == "1d":
             positions = positions[0]
+        model_inputs["position_ids"] = positions
         if self.dummy is not None and "pixel_values" not in inputs:
-            self._nothing = 0.0 * self._dummy_features(inputs["input_ids"].device)
-        hidden = self.hf.model(
-            **model_inputs, position_ids=positions, use_cache=False
-        ).last_hidden_state
+            dummy = {n: v.to(positions.device) for n, v in self.dummy.items()}
+            if self.family.remote:
+                model_inputs = with_blank(model_inputs, dummy)
+            else:
+                self._nothing = 0.0 * self._dummy_features(dummy)
+        if self.family.remote:
+            model_inputs = self._embedded(model_inputs)
+        hidden = self._language.model(**model_inputs, use_cache=False).last_hidden_state
         rows, columns = (inputs["labels"] != IGNORE).nonzero(as_tuple=True)
         targets = inputs["labels"][rows, columns]
-        return token_logprobs(hidden[rows, columns - 1], self.hf.lm_head, targets)
+        head, text = self._language.lm_head, self._language.config.get_text_config()
+        softcap = getattr(text, "final_logit_softcapping", None)
+        return token_logprobs(hidden[rows, columns - 1], head, targets, softcap)
 
+    @torch.no_grad()
     def generate(self, **options: Any) -> Tensor:
         """`transformers`' own generation, inside the outermost module (see the class)."""
         self.attention.packed(None, self.hf.device)
-        return self.hf.generate(**options)
+        if not self.family.remote:
+            return self.hf.generate(**options)
+        names = ("input_ids", "attention_mask", *self.family.keys)
+        inputs = {name: options.pop(name) for name in names if name in options}
+        new = self.hf.llm.generate(**self._embedded(inputs), **options)
+        return torch.cat([inputs["input_ids"], new], dim=1)
+
+    @property
+    def _language(self) -> Any:
+        """The model with `model` and `lm_head`."""
+        return self.hf.llm if self.family.remote else self.hf
+
+    def _embedded(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Inputs of the language model, by the code that a checkpoint brings along: what its
+        `forward` does before."""
+        embeddings, _ = self.hf.get_vllm_embedding(nest(inputs))
+        kept = {n: v for n, v in inputs.items() if n in ("attention_mask", "position_ids")}
+        return {"inputs_embeds": embeddings, **kept}
 
     def _add_nothing(self, _module: nn.Module, _inputs: Any, embeddings: Tensor) -> Tensor:
         nothing, self._nothing = self._nothing, None
         return embeddings if nothing is None else embeddings + nothing
 
-    def _dummy_features(self, device: torch.device) -> Tensor:
-        assert self.dummy is not None
-        images = {n: v.to(device) for n, v in self.dummy.items()}
+    def _dummy_features(self, images: dict[str, Tensor]) -> Tensor:
         out = self.hf.model.get_image_features(**images)
         # All that reaches the language model: some towers show it more than their last layer.
         shown = [out.pooler_output, getattr(out, "deepstack_features", None)]

@@ -18,11 +18,11 @@ from vireo import parallel as parallel_module
 from vireo.data.conversation import Conversation, read_rows
 from vireo.data.loader import Plan, StepLoader, StepRows
 from vireo.data.mixture import open_mixture
-from vireo.data.packing import micro_batches
+from vireo.data.packing import evened, micro_batches
 from vireo.data.ragged import Batch
 from vireo.data.render import open_renderer
 from vireo.data.stream import open_stream
-from vireo.errors import InputError, RowError
+from vireo.errors import InputError, RowError, VireoError
 from vireo.evaluation import accuracy, held_out_loss, policy_answers
 from vireo.models.lora import summary
 from vireo.parallel import Parallel
@@ -33,9 +33,16 @@ from vireo.settings import Settings
 from vireo.trainers.build import build_engine
 from vireo.trainers.idle import idle_settings
 from vireo.trainers.refused import Refused
-from vireo.trainers.setup import find_checkpoint, run_paths, step_size, total_steps
+from vireo.trainers.setup import (
+    be_deterministic,
+    find_checkpoint,
+    run_paths,
+    step_size,
+    total_steps,
+)
 from vireo.trainers.stopping import Stopping
 from vireo.training import checkpoint
+from vireo.training.alarms import complaint, look
 from vireo.training.engine import TrainEngine
 from vireo.training.export import copy_side_files, export
 from vireo.training.hub import check_push, push
@@ -47,6 +54,8 @@ MANY = 100_000  # rows of a stream, all refused, after which no good one is wait
 def run(settings: Settings, *, vision: bool) -> int:
     """One run, from settings to the final checkpoint; every rank calls it. Returns the exit code:
     0, or 128 and the number of the signal that ended it early."""
+    if settings.run.deterministic:
+        be_deterministic()
     parallel = parallel_module.start(
         settings.fsdp.enable, settings.fsdp.sharding, settings.fsdp.shard_size
     )
@@ -124,7 +133,7 @@ class Sft:
         built = build_engine(
             settings, self.renderer, parallel, packing=self.packing, start_from=self.start_from
         )
-        engine, self.adapters = built.engine, built.adapters
+        engine, self.adapters, self.compute = built.engine, built.adapters, built.compute
         self.notices += built.notices
         self.folder.begin()
         self._greet(engine)
@@ -158,7 +167,9 @@ class Sft:
         good, start, stopped = 0, self.position, 0
         for item in loader:
             share = rate(self.step)
-            result = engine.step(self._micro_batches(item), share)
+            batches = self._micro_batches(item)
+            checked = self._check(engine, batches)
+            result = engine.step(batches, share)
             self.step, self.position = self.step + 1, item.position
             good += result.rows
             if good == 0 and self.position - start >= min(self.plan.rows, MANY):
@@ -183,8 +194,10 @@ class Sft:
                 "tokens_per_s": result.tokens / seconds,
                 "images_per_s": result.images / seconds,
                 "memory_gb": memory_gb(parallel.device),
+                **checked,
             }
-            if self.step % settings.run.logging_steps == 0 or self.step == self.steps:
+            logged = self.step % settings.run.logging_steps == 0 or self.step == self.steps
+            if logged or checked:
                 self.folder.metrics(record)
                 bar.clear()
                 self.folder.say(step_line(record, self.steps))
@@ -211,13 +224,29 @@ class Sft:
     def _micro_batches(self, item: StepRows) -> list[Batch]:
         """This rank's micro-batches of a step, once every rank knows which rows are refused."""
         self.refused.share(item.refused)
+        examples, budget = item.examples, self.settings.batch.max_tokens_per_gpu
+        if budget is not None:
+            examples = evened(examples, self.parallel, budget)
         return micro_batches(
-            item.examples,
+            examples,
             rows=self.size.chunk,
-            budget=self.settings.batch.max_tokens_per_gpu,
+            budget=budget,
             can_mix=self.family.can_mix,
             packing=self.packing,
         )
+
+    def _check(self, engine: TrainEngine, batches: list[Batch]) -> dict[str, float]:
+        """The values of this step's alarms; a failed one is said, or stops the run."""
+        run = self.settings.run
+        if not run.check_steps or self.step % run.check_steps:
+            return {}
+        found = look(engine, batches)
+        wrong = complaint(found, self.compute)
+        if wrong and run.check_action == "stop":
+            raise VireoError(f"step {self.step + 1}: {wrong} (--check_action warn goes on)")
+        if wrong:
+            self.folder.say(f"warning: {wrong}")
+        return found
 
     # -- parts -------------------------------------------------------------------------------
 
@@ -278,7 +307,8 @@ class Sft:
         folder = self.output / f"export-step-{self.step}"
         if not folder.exists():
             assert self.saved is not None
-            export(self.saved, folder, repo=repo)
+            trust = self.settings.model.trust_remote_code
+            export(self.saved, folder, repo=repo, trust_remote_code=trust)
         self.folder.say(f"pushed to {push(folder, repo, self.settings.run.hub_private)}")
 
     def _write_hf(self, out: Path) -> None:

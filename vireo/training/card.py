@@ -149,15 +149,16 @@ def _usage(family: Family, repo: str | None, base: str | None, alone: bool) -> s
     reader = "AutoProcessor" if family.has_vision else "AutoTokenizer"
     name = "processor" if family.has_vision else "tokenizer"
     here, load = json.dumps(repo or "."), f"{family.auto_class}.from_pretrained"
+    trust = ", trust_remote_code=True" if family.remote else ""
     lines = [f"from transformers import {family.auto_class}, {reader}", ""]
     if alone:
         origin = json.dumps(base or "path/to/base")
         lines[:0] = ["from peft import PeftModel"]
-        lines += [f'base = {load}({origin}, dtype="auto")']
+        lines += [f'base = {load}({origin}, dtype="auto"{trust})']
         lines += [f"model = PeftModel.from_pretrained(base, {here})"]
     else:
-        lines += [f'model = {load}({here}, dtype="auto")']
-    lines += [f"{name} = {reader}.from_pretrained({here})"]
+        lines += [f'model = {load}({here}, dtype="auto"{trust})']
+    lines += [f"{name} = {reader}.from_pretrained({here}{trust})"]
     return "\n".join(["```python", *lines, "```"])
 
 

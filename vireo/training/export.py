@@ -5,6 +5,7 @@ Of a run with adapters: the adapters alone, as PEFT reads them, or merged into t
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,13 +17,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig
 
+from vireo.data.model_folder import load_config
 from vireo.errors import InputError, VireoError, first_line
 from vireo.families import family_of
 from vireo.hub import local_folder
-from vireo.models.build import empty_policy, init_buffers
-from vireo.models.load import fill_from_checkpoint, fingerprint
+from vireo.models.build import empty_policy, give_memory, whole_model
+from vireo.models.layout import save_as_published
+from vireo.models.load import fingerprint
 from vireo.models.lora import (
     ADAPTER_WEIGHTS,
     BASE_MARK,
@@ -32,7 +34,6 @@ from vireo.models.lora import (
     published_name,
     short_names,
 )
-from vireo.parallel import alone
 from vireo.training.card import image_note, model_card, results_at
 from vireo.training.checkpoint import model_tensors, read_state, verify
 
@@ -61,6 +62,7 @@ def export(
     base: str | None = None,
     max_shard_size: str = SHARD_SIZE,
     repo: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write `out`: weights under their published names, config, processor, template, card.
 
@@ -70,6 +72,7 @@ def export(
     base: the folder or Hub name of the base, where it has moved since the run.
     max_shard_size: largest weight file, as in `save_pretrained`; more than one get an index.
     repo: Hub name that the folder is meant for, for its card.
+    trust_remote_code: run the code that the checkpoint brings along, where its model needs it.
     """
     path, out = Path(checkpoint), Path(out)
     if (path / "checkpoints").is_dir():
@@ -90,7 +93,7 @@ def export(
         raise InputError("--base is for --merge_lora alone; leave it out")
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; export into a new folder")
-    config = AutoConfig.from_pretrained(path / "hf")
+    config, _ = load_config(str(path / "hf"), trust_remote_code)
     kind = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(dtype)
     adapters_alone = adapters is not None and not merge_lora
     if adapters_alone:
@@ -107,6 +110,7 @@ def export(
             # cast does not.
             hf.to(kind)
             set_dtype(hf.config, kind)
+            save_as_published(hf)
             hf.save_pretrained(folder, max_shard_size=max_shard_size)
 
     small = [] if adapters_alone else ["generation_config.json"]
@@ -157,9 +161,7 @@ def _write_aside(
 def _whole(path: Path, config: Any) -> Any:
     """The trained model, unsharded, with master weights."""
     policy = empty_policy(config, family_of(config))
-    policy.to_empty(device="cpu")
-    policy.hf.tie_weights()
-    init_buffers(policy.hf)
+    give_memory(policy, policy.hf, "cpu")
     state = {"model": policy.state_dict()}
     read_state(path, state, alone=True)
     return policy.hf
@@ -173,11 +175,7 @@ def _merged(path: Path, config: Any, adapters: Any, base: str | None) -> Any:
             f"{folder} is not the model that {path} was trained on: its weight files differ; "
             "name the right one with --base"
         )
-    hf = empty_policy(config, family_of(config)).hf
-    hf.to_empty(device="cpu")
-    hf.tie_weights()
-    init_buffers(hf)
-    fill_from_checkpoint(hf, folder, alone())
+    hf = whole_model(config, family_of(config), folder)
     merge_adapters(hf, _read_adapters(path), adapters["alpha"] / adapters["r"])
     return hf
 
@@ -211,10 +209,13 @@ def set_dtype(config: Any, dtype: torch.dtype) -> None:
 
 
 def side_files(model: Path | None, processor: Path) -> list[Path]:
-    """The model's configs from its folder; tokenizer, image sizes and template from the other."""
-    found = [p for pattern in MODEL_FILES for p in model.glob(pattern)] if model else []
-    found += [p for pattern in PROCESSOR_FILES for p in processor.glob(pattern)]
-    return sorted({p for p in found if p.is_file()})
+    """The model's configs from its folder; tokenizer, image sizes and template from the other; and
+    the code that a model brings along (its own, where the processor's folder has it too)."""
+    found = [p for pattern in PROCESSOR_FILES for p in processor.glob(pattern)]
+    if model is None or "auto_map" in json.loads((model / "config.json").read_text()):
+        found += [p for folder in (processor, model) if folder for p in folder.glob("*.py")]
+    found += [p for pattern in MODEL_FILES for p in model.glob(pattern)] if model else []
+    return sorted({p.name: p for p in found if p.is_file()}.values())
 
 
 def copy_side_files(model: Path, processor: Path, out: Path) -> None:
