@@ -34,7 +34,7 @@ def test_the_entry_is_found_by_the_loaded_config(loaded):
 
 
 def test_an_unknown_family_names_the_known_ones():
-    with pytest.raises(LookupError, match="'clip' is not known; known families: .*llama, llava"):
+    with pytest.raises(LookupError, match=r"'clip' is not known; known families: .*llama, llava"):
         get_family("clip")
 
 

@@ -33,6 +33,7 @@ from vireo.data.render import Renderer
 from vireo.errors import InputError
 from vireo.evaluation import answer_rows
 from vireo.models.build import empty_policy, whole_model
+from vireo.models.names import named_parameters
 from vireo.models.policy import Policy
 from vireo.settings import load_settings
 from vireo.trainers import registry
@@ -359,6 +360,19 @@ def test_code_as_it_was_published_computes_the_same(
     with torch.no_grad():
         found = Policy(hf, old.family, old.dummy()).eval()(padded(made, examples))
         assert torch.equal(found, policy(padded(made, examples)))
+
+
+def test_every_adapter_of_the_projector_is_reached(base: Path) -> None:
+    parallel = parallel_module.start(shard=False)
+    lora = ("--lora_r=4", "--lora_target_modules=language,mm_proj")
+    engine, made = engine_for(base, parallel, more=lora)
+    rows = examples_of(made, base / "data" / "rows.json")
+    found = gradients(engine, [Batch.of(rows)])
+    trained = {n for n, p in named_parameters(engine.policy.hf) if p.requires_grad}
+    assert found.keys() == trained
+    assert any(name.startswith("resampler.kv_proj.") for name in trained)
+    # A, behind which B is zero, has no gradient yet.
+    assert all(grad.any() for name, grad in found.items() if ".lora_B." in name)
 
 
 def test_no_weight_has_memory_before_it_is_loaded(made: Renderer) -> None:

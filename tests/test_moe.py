@@ -27,8 +27,7 @@ from vireo.data.ragged import Batch
 from vireo.errors import InputError
 from vireo.families import family_of, get_family
 from vireo.families.tiny import build
-from vireo.models.build import empty_policy, init_buffers
-from vireo.models.load import fill_from_checkpoint
+from vireo.models.build import empty_policy, whole_model
 from vireo.models.lora import Lora, add_adapters, fill_adapters, matched_modules
 from vireo.models.policy import Policy
 from vireo.settings import load_settings
@@ -54,12 +53,7 @@ def plain(folder: Path | str) -> Any:
 def filled(folder: Path | str) -> Any:
     """The same model, filled as a trainer fills it."""
     config = transformers.AutoConfig.from_pretrained(folder)
-    hf = empty_policy(config, family_of(config)).hf
-    hf.to_empty(device="cpu")
-    hf.tie_weights()
-    init_buffers(hf)
-    fill_from_checkpoint(hf, str(folder), parallel_module.alone())
-    return hf
+    return whole_model(config, family_of(config), str(folder))
 
 
 def edited(folder: Path | str, out: Path, edit: Callable[[dict[str, Tensor]], Any]) -> Path:

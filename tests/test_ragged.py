@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from vireo.data.ragged import BASE_KEYS, IGNORE, Batch, Example, Ragged
-from vireo.families import Key
+from vireo.families import FAMILIES, Family, Key
 
 KEYS = {
     **BASE_KEYS,
@@ -63,12 +63,12 @@ def check(batch: Batch, wanted: list[Example]) -> None:
         for name, value in one.fields.items():
             assert torch.equal(got.fields[name], value), name
             assert got.fields[name].dtype == value.dtype
-            assert got.keys[name] == KEYS[name]
-        extra = set(got.fields) - set(one.fields)
-        assert extra <= {"type_ids", "per_head", "seen"}  # never a pixel that the row does not have
-        for name in extra:
-            assert got.fields[name].shape[KEYS[name].axis] == len(one)
-            assert (got.fields[name] == KEYS[name].fill).all()
+            assert got.keys[name] == one.keys[name]
+        for name in set(got.fields) - set(one.fields):
+            key = got.keys[name]
+            assert key.kind == "token"  # never a pixel that the row does not have
+            assert got.fields[name].shape[key.axis] == len(one)
+            assert (got.fields[name] == key.fill).all()
 
 
 @st.composite
@@ -185,6 +185,179 @@ def test_padded_rows_keep_their_values_under_the_mask(examples, left):
             fill = 5 if name == "input_ids" else KEYS[name].fill
             assert torch.equal(got[..., mask], value), name
             assert (got[..., ~mask] == fill).all(), name
+
+
+# -- every family's own keys ---------------------------------------------------------------------
+
+
+def tensor(number: int, key: Key, size: int, more: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Values that tell the row's number: `size` along the key's axis, `more` beside it."""
+    axis = key.axis if key.axis >= 0 else len(more) + 1 + key.axis
+    shape = torch.Size([*more[:axis], size, *more[axis:]])
+    values = (number * 1000 + torch.arange(shape.numel()) % 997).reshape(shape)
+    return values % 2 == 0 if dtype == torch.bool else values.to(dtype)
+
+
+@st.composite
+def rows_of(draw, family: Family) -> list[Example]:
+    """Rows with the keys of a family: images in any number (or one number, where rows cannot mix),
+    any number of crops, text rows with and without their own values of the token keys."""
+    counts = st.integers(0, 3)
+    if not family.can_mix:
+        counts = st.just(draw(counts))
+    drawn = draw(st.lists(st.tuples(st.integers(1, 6), counts), min_size=1, max_size=5))
+    chance = draw(st.randoms(use_true_random=True))
+    beside = {}  # the dimensions of each key beside its axis, whether rows differ in them, its type
+    for name, key in family.keys.items():
+        least = -key.axis - 1 if key.axis < 0 else key.axis
+        more = [chance.randint(1, 3) for _ in range(least + chance.randint(0, 2))]
+        free = key.kind != "token" or key.dim is not None
+        beside[name] = more, free, chance.choice([torch.float32, torch.int64, torch.bool])
+    made, keys = [], {**BASE_KEYS, **family.keys}
+    for number, (length, images) in enumerate(drawn):
+        fields = {n: tensor(number, k, length, [], torch.int64) for n, k in BASE_KEYS.items()}
+        fields["loss_weight"] = fields["loss_weight"].float()
+        dimensions = [4 if family.positions == "mrope" else 1]
+        fields["positions"] = tensor(number, keys["positions"], length, dimensions, torch.int64)
+        for name, key in family.keys.items():
+            if not images and (key.kind != "token" or chance.random() < 0.5):
+                continue
+            more, free, dtype = beside[name]
+            more = [chance.randint(1, 4) for _ in more] if free else more
+            size = length if key.kind == "token" else images * chance.randint(1, 3)
+            fields[name] = tensor(number, key, size, more, dtype)
+        made.append(Example(fields, keys, images, f"row {number}"))
+    return made
+
+
+def same(examples: list[Example], data) -> tuple[Batch, list[Example]]:
+    """A batch after a few operations, and the rows that it must have now."""
+    batch, wanted = Batch.of(examples), examples
+    for _ in range(data.draw(st.integers(1, 4))):
+        what = data.draw(st.sampled_from(OPERATIONS))
+        batch, wanted = what(batch, wanted, data)
+        check(batch, wanted)
+    return batch, wanted
+
+
+def reorder(batch: Batch, wanted: list[Example], data) -> tuple[Batch, list[Example]]:
+    order = data.draw(st.permutations(range(len(wanted))))
+    return batch.select(order), [wanted[i] for i in order]
+
+
+def select(batch: Batch, wanted: list[Example], data) -> tuple[Batch, list[Example]]:
+    places = st.lists(st.integers(0, len(wanted) - 1), min_size=1, max_size=6)
+    chosen = data.draw(places)
+    return batch.select(chosen), [wanted[i] for i in chosen]
+
+
+def cut(batch: Batch, wanted: list[Example], data) -> tuple[Batch, list[Example]]:
+    start = data.draw(st.integers(0, len(wanted) - 1))
+    stop = data.draw(st.integers(start + 1, len(wanted)))
+    return batch[start:stop], wanted[start:stop]
+
+
+def part_and_join(batch: Batch, wanted: list[Example], data) -> tuple[Batch, list[Example]]:
+    """Over so many ranks, and back; ranks without rows have empty parts."""
+    parts = batch.split(data.draw(st.integers(1, 7)))
+    done = 0
+    for part in parts:
+        check(part, wanted[done : done + len(part)])
+        done += len(part)
+    return Batch.cat(parts), wanted
+
+
+def join(batch: Batch, wanted: list[Example], data) -> tuple[Batch, list[Example]]:
+    """With the rows of another batch, here some of its own."""
+    other, more = select(batch, wanted, data)
+    return Batch.cat([batch, other]), [*wanted, *more]
+
+
+def send(batch: Batch, wanted: list[Example], data) -> tuple[Batch, list[Example]]:
+    moved = batch.to("meta")
+    assert moved.lengths == batch.lengths
+    for name, column in moved.columns.items():
+        for row, here in zip(column.rows, batch.columns[name].rows):
+            assert (row is None) == (here is None)
+            assert row is None or (row.device.type, row.shape) == ("meta", here.shape)
+    return batch.to("cpu"), wanted
+
+
+def store(batch: Batch, wanted: list[Example], data) -> tuple[Batch, list[Example]]:
+    return pickle.loads(pickle.dumps(batch)), wanted
+
+
+OPERATIONS = [reorder, select, cut, part_and_join, join, send, store]
+
+
+def placed(row: torch.Tensor, shape: torch.Size, fill: float, at_end: int | None) -> torch.Tensor:
+    """A tensor of fills with the row in its first corner, or at the end of one dimension."""
+    wide = row.new_full(shape, fill)
+    spans = [slice(size) for size in row.shape]
+    if at_end is not None:
+        spans[at_end] = slice(shape[at_end] - row.shape[at_end], None)
+    wide[tuple(spans)] = row
+    return wide
+
+
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+
+
+@every_family
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_a_familys_rows_are_what_they_were_after_any_operations(family, data):
+    same(data.draw(rows_of(family)), data)
+
+
+@every_family
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_a_familys_packed_rows_cut_apart_are_the_rows(family, data):
+    batch, wanted = same(data.draw(rows_of(family)), data)
+    out = batch.pack()
+    assert out.pop("lengths").tolist() == [len(one) for one in wanted]
+    cut_apart(out, wanted, packed=True)
+
+
+@every_family
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), left=st.booleans())
+def test_a_familys_padded_rows_are_the_rows_and_fills(family, data, left):
+    batch, wanted = same(data.draw(rows_of(family)), data)
+    out = batch.pad(pad_id=5, left=left)
+    mask = out.pop("attention_mask")
+    assert mask.sum(dim=1).tolist() == [len(one) for one in wanted]
+    assert mask.shape == out["input_ids"].shape
+    cut_apart(out, wanted, packed=False, left=left)
+
+
+def cut_apart(out: dict, wanted: list[Example], packed: bool, left: bool = False) -> None:
+    """Every value of every row stands where it must in the inputs, and fills everywhere else."""
+    assert {name for one in wanted for name in one.fields} <= set(out)
+    longest = max(len(one) for one in wanted)
+    for name, value in out.items():
+        key = wanted[0].keys[name]
+        fill = 5 if name == "input_ids" and not packed else key.fill
+        rows = [one.fields.get(name) for one in wanted]
+        at_end = None
+        if key.kind == "token" and packed:  # a batch of one just before the tokens
+            batch_of_one = key.axis if key.axis >= 0 else value.dim() + key.axis - 1
+            assert value.shape[batch_of_one] == 1
+            pieces = value.squeeze(batch_of_one).split([len(one) for one in wanted], key.axis)
+        elif key.kind == "packed":
+            rows = [row for row in rows if row is not None]
+            pieces = value.split([row.shape[key.axis] for row in rows], key.axis)
+        else:
+            pieces = value.transpose(0, 1) if name == "positions" else value
+            at_end = key.axis if left and key.kind == "token" else None
+            assert key.kind != "token" or pieces[0].shape[key.axis] == longest
+        assert len(pieces) == len(rows)
+        for piece, row in zip(pieces, rows):
+            if row is None:  # a text row that came without its own values of a token key
+                assert (piece == fill).all()
+            else:
+                assert torch.equal(piece, placed(row, piece.shape, fill, at_end)), name
 
 
 # -- right values by hand ------------------------------------------------------------------------

@@ -108,10 +108,10 @@ def test_auto_counts_what_a_layer_keeps(model: Path, monkeypatch: pytest.MonkeyP
         return 3
 
     monkeypatch.setattr(recompute, "layers_needed", spy)
-    built = engine_with(model, "auto", "--max_tokens_per_gpu=250", "--global_batch_size=4")
+    built = engine_with(model, "auto", "--max_tokens_per_gpu=512", "--global_batch_size=4")
     assert active(built) == [False, True, False, True, True]
     assert "3 of 5 decoder layers are recomputed" in built.notices[-1]
-    batch = Batch.of([renderer("qwen2_vl").empty(250)])
+    batch = Batch.of([renderer("qwen2_vl").empty(512)])
     three = kept_bytes(built, batch)
     for module in built.engine.policy.modules():
         if isinstance(module, Recomputed):
@@ -136,6 +136,6 @@ def test_auto_leaves_the_weights_and_gradients_alone(model: Path) -> None:
     config = renderer("qwen2_vl").config.__class__.from_pretrained(model)
     policy, _ = build_policy(spec, config, renderer("qwen2_vl").family, parallel)
     before = {n: p.clone() for n, p in policy.named_parameters()}
-    inputs = Batch.of([renderer("qwen2_vl").empty(64)]).pack()
-    by_memory(policy, 128, lambda: (policy(inputs), 64))
+    made = renderer("qwen2_vl")
+    by_memory(policy, 128, lambda size: policy(Batch.of([made.empty(size)]).pack()))
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in policy.named_parameters())

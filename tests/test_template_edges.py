@@ -191,7 +191,7 @@ def test_a_template_of_text_alone_is_refused_for_a_model_that_sees():
 def test_a_start_that_only_the_processor_writes_is_refused_at_once():
     body = "{{ m.role + ': ' }}{% for p in m.content %}{{ p.text or '<|image|>' }}{% endfor %}"
     body += "{{ '<|eot_id|>' }}"
-    with pytest.raises(InputError, match=r"reads 'user: .*as '<\|begin_of_text\|>user: .*write"):
+    with pytest.raises(InputError, match=r"'user: .*as '(<\|begin_of_text\|>){2}user: .*write"):
         made(loop(body), "no-start", "mllama")
     one = made("{{ bos_token }}" + loop(body), "start", "mllama")
     assert text_of(one, *FOUR[:2]) == (

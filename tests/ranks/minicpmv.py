@@ -34,6 +34,7 @@ def engine_for(
     parallel: Parallel,
     frozen: tuple[str, ...] = (),
     start_from: Path | None = None,
+    more: tuple[str, ...] = (),
 ) -> tuple[TrainEngine, Renderer]:
     """The engine as the trainer builds it, for a fresh run or to go on from a checkpoint."""
     settings = load_settings(
@@ -42,6 +43,7 @@ def engine_for(
             *("--trust_remote_code", "--fsdp_mp_dtype=fp32", "--lr=1e-3"),
             f"--fsdp_enable={'false' if parallel.mesh is None else 'true'}",
             *(f"--freeze_{part}={part in frozen}".lower() for part in ("vision", "language")),
+            *more,
         ]
     )
     renderer = open_renderer(settings)

@@ -52,18 +52,20 @@ class Property:
     needs: tuple[str, ...] = ()
 
 
-RENDER, RUN = ("rows render",), ("rows render", "rows run alone")
-LEARN = (*RUN, "every parameter learns")
+RENDER = ("rows render",)
+RUN = (*RENDER, "rows run alone")
+JOIN = (*RUN, "alone = padded")
+LEARN = (*JOIN, "every parameter learns")
 GRID = (
     Property("rows", "rows render", rows_render),
     Property("rows", "rows run alone", rows_run, RENDER),
     Property("joined", "alone = padded", padded_is_alone, RUN),
     Property("joined", "alone = packed", packed_is_alone, RUN),
     Property("loss", "loss = the family's own", own_loss, RUN),
-    Property("labels", "labels over turns", labels_over_turns),
-    Property("labels", "labels with a system turn", labels_with_system),
-    Property("labels", "labels with images", labels_with_images),
-    Property("labels", "labels with tools", labels_with_tools),
+    Property("labels", "labels over turns", labels_over_turns, RENDER),
+    Property("labels", "labels with a system turn", labels_with_system, RENDER),
+    Property("labels", "labels with images", labels_with_images, RENDER),
+    Property("labels", "labels with tools", labels_with_tools, RENDER),
     Property("keys", "keys are known", keys_are_known, RENDER),
     Property("keys", "rows = the processor's", rows_are_the_processors, RENDER),
     Property("keys", "joined as the processor joins", joined_as_the_processor_joins, RENDER),
@@ -75,8 +77,8 @@ GRID = (
     Property("entry", "tokens and ids exist", tokens_and_ids, RENDER),
     Property("entry", "layer classes exist", layer_classes),
     Property("entry", "parts cover the model", parts_cover_the_model),
-    Property("gradients", "every parameter learns", every_parameter_learns, RUN),
-    Property("gradients", "text leaves the tower alone", text_leaves_the_tower_alone, RUN),
+    Property("gradients", "every parameter learns", every_parameter_learns, JOIN),
+    Property("gradients", "text leaves the tower alone", text_leaves_the_tower_alone, JOIN),
     Property("gradients", "frozen parts cost nothing", frozen_parts_cost_nothing, LEARN),
     Property("weights", "saved = loaded", saved_is_loaded, RUN),
 )

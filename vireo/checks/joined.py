@@ -5,21 +5,26 @@ from __future__ import annotations
 from vireo.checks.report import Cannot, Finding
 from vireo.checks.subject import Subject
 from vireo.data.conversation import Conversation
-from vireo.errors import first_line
+from vireo.errors import RowError, first_line
 
 CLOSE = 1e-5  # of log-probabilities in float32
 
 
 def rows_render(subject: Subject) -> Finding:
     """The renderer makes an example of every row: slots, lengths, ids and labels align."""
-    for row in {id(row): row for row in (*subject.rows, *subject.drawn)}.values():
-        subject.example(row)
+    for row in subject.every_row:
+        try:
+            subject.example(row)
+        except RowError as error:
+            return Finding(wrong=str(error))
+        except Exception as error:  # a wrong entry can make the renderer raise anything
+            return Finding(wrong=f"{row.where}: {type(error).__name__}: {first_line(error)}")
     return Finding()
 
 
 def rows_run(subject: Subject) -> Finding:
     """Each row alone has finite log-probabilities; its image tokens are as many as its features."""
-    for row in {id(row): row for row in (*subject.rows, *subject.drawn)}.values():
+    for row in subject.every_row:
         try:
             finite = subject.alone(row).isfinite()
         except Exception as error:  # a model's forward, which may raise anything

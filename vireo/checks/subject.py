@@ -68,6 +68,10 @@ class Subject:
         return self.renderer.family
 
     @property
+    def every_row(self) -> list[Conversation]:
+        return self.drawn if self.rows is self.drawn else [*self.rows, *self.drawn]
+
+    @property
     def parameters(self) -> int:
         return sum(p.numel() for p in self.policy.parameters())
 

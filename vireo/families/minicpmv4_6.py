@@ -29,5 +29,6 @@ FAMILY = Family(
         "<image_id>",
         "</image_id>",
     ),
-    can_pack=False,  # the state of linear attention would leak from row to row
+    can_pack=False,
+    limits=("Rows are padded: the state of linear attention would leak from row to row.",),
 )

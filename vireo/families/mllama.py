@@ -28,4 +28,5 @@ FAMILY = Family(
     # attends to all images of the micro-batch's shape alike, so only rows with the same number of
     # images have the values that they have alone.
     can_mix=False,
+    limits=("Rows are padded: a token may attend to the images of every row of a sequence.",),
 )

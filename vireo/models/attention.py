@@ -106,7 +106,10 @@ def attend(
     assert bounds is not None, "packed rows without their bounds"
     assert attention_mask is None
     assert dropout == 0
-    if q_1HTD.device.type != "cuda" or q_1HTD.dtype == torch.float32:
+    if torch.is_autocast_enabled(kind := q_1HTD.device.type):  # rotary angles made them float32
+        dtype = torch.get_autocast_dtype(kind)
+        q_1HTD, k_1GTD, v_1GTD = (x.to(dtype) for x in (q_1HTD, k_1GTD, v_1GTD))
+    if kind != "cuda" or q_1HTD.dtype == torch.float32:
         return _with_masks(q_1HTD, k_1GTD, v_1GTD, bounds, scaling, bool(causal), sliding_window)
     grouped = q_1HTD.shape[1] != k_1GTD.shape[1]
     left = -1 if sliding_window is None else sliding_window - 1

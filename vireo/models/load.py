@@ -1,7 +1,7 @@
 """Fill a (sharded) model from safetensors files: rank 0 reads, every rank keeps its part.
 
 A tensor crosses in slices of rows, so a rank never needs more memory than its own shards and one
-slice, and rank 0 that of one tensor where the model's is not the file's (see models.layout).
+slice; rank 0, of a tensor that is made of several, twice its size (see models.layout).
 """
 
 from __future__ import annotations

@@ -98,7 +98,9 @@ def peft_config(lora: Lora, modules: list[str]) -> Any:
 
 def matched_modules(hf: nn.Module, family: Family, lora: Lora) -> list[str]:
     """Full names of the linear modules that get an adapter, in the model's order."""
-    linear = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear)]
+    # Not the `out_proj` of torch's own attention, which is read but never called: its type is
+    # another one, and an adapter of it would never be reached.
+    linear = [name for name, module in hf.named_modules() if type(module) is nn.Linear]
     part = {name: part_of(name, family) for name in linear}
     # Embeddings and head have no adapters: a tied pair would need two at once.
     open_to = [name for name in linear if part[name] not in ("head", "embeddings")]

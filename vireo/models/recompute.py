@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 # Share of the memory for what is not counted: vision tower, head, fragments.
 RESERVE = 0.2
+PROBE = 256  # tokens, and twice as many
 
 
 class Recomputed(CheckpointWrapper):
@@ -47,24 +48,25 @@ def wrap_layers(model: nn.Module, classes: set[str], how: str) -> None:
                 setattr(parent, name, layer)
 
 
-def by_memory(policy: nn.Module, tokens: int, run: Callable[[], tuple[Any, int]]) -> str:
+def by_memory(policy: nn.Module, tokens: int, run: Callable[[int], Any]) -> str:
     """Activate as few layers as let a micro-batch of `tokens` fit into memory; a line about it.
 
-    `run` does a forward with gradients and returns its output (to be dropped) and its number of
-    tokens; collective. What a layer keeps for its backward pass is counted in it, and grows with
-    the tokens.
+    `run(n)` does a forward of n tokens with gradients and returns its output (to be dropped);
+    collective. What a layer keeps for its backward pass is counted at two sizes: it grows by so
+    many bytes a token, from what does not grow (copies of weights in the compute type).
     """
     layers = [module for module in policy.modules() if isinstance(module, Recomputed)]
-    kept, given, counted = _kept_by_layer(layers, run)
-    scale = tokens / counted
+    small, given = _kept_by_layer(layers, run, PROBE)
+    large, _ = _kept_by_layer(layers, run, 2 * PROBE)
+    kept = large + (large - small) / PROBE * (tokens - 2 * PROBE)
     free = memory_left(policy)
-    count = layers_needed(len(layers), kept * scale, given * scale, free)
+    count = layers_needed(len(layers), kept, given / PROBE * tokens, free)
     for i, layer in enumerate(layers):  # spread evenly
         layer.active = (i + 1) * count // len(layers) > i * count // len(layers)
     gib = 1 / (1 << 30)
     return (
         f"--grad_ckpt auto: {count} of {len(layers)} decoder layers are recomputed: one keeps "
-        f"{kept * scale * gib:.3g} GiB for {tokens} tokens, and {free * gib:.3g} GiB are free for "
+        f"{kept * gib:.3g} GiB for {tokens} tokens, and {free * gib:.3g} GiB are free for "
         "activations"
     )
 
@@ -99,9 +101,9 @@ def memory_left(policy: nn.Module) -> float:
 
 
 def _kept_by_layer(
-    layers: list[Recomputed], run: Callable[[], tuple[Any, int]]
-) -> tuple[int, int, int]:
-    """(most bytes that a layer keeps for its backward pass, bytes of its input, tokens)."""
+    layers: list[Recomputed], run: Callable[[int], Any], tokens: int
+) -> tuple[int, int]:
+    """(most bytes that a layer keeps for its backward pass, bytes of its input)."""
     for layer in layers:
         layer.active = False
     kept, given, inside = [0], [0], [False]
@@ -127,11 +129,11 @@ def _kept_by_layer(
     hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
     hooks += [layer.register_forward_hook(leave) for layer in layers]
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        out, tokens = run()
+        out = run(tokens)
     del out
     for hook in hooks:
         hook.remove()
-    return max(kept), max(given), tokens
+    return max(kept), max(given)
 
 
 def _local(parameter: Tensor) -> Tensor:

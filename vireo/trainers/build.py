@@ -125,8 +125,11 @@ def _recompute_by_memory(settings: Settings, engine: TrainEngine, renderer: Rend
     tokens = settings.batch.max_tokens_per_gpu
     if tokens is None:
         raise InputError("--grad_ckpt auto needs --max_tokens_per_gpu, to know what must fit")
-    probe = Batch.of([renderer.empty(min(256, tokens))])
-    notice = by_memory(engine.policy, tokens, lambda: (engine.forward(probe), probe.tokens))
+
+    def run(size: int) -> object:
+        return engine.forward(Batch.of([renderer.empty(size)]))
+
+    notice = by_memory(engine.policy, tokens, run)
     engine.reshard()
     return notice
 

@@ -26,7 +26,7 @@ def build(
 ) -> Path:
     """Write a tiny checkpoint of `family` to the folder `out` and return the folder.
 
-    size: "demo" (1.1 to 1.4 M parameters with a tower) or "test" (0.3 to 0.5 M).
+    size: "demo" (0.8 to 1.4 M parameters with a tower) or "test" (0.2 to 0.5 M).
     tie_word_embeddings: None ties them where the family can.
     vision, text: fields of the vision and text configs that differ from the size's, as in
         `build("qwen2_vl", out, size="test", vision={"depth": 1}, num_hidden_layers=4)`.
