@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 from tests.launch import environment
+
+# Where transformers keeps copies of the code that a model brings along: not in the home folder.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture

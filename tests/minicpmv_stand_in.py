@@ -105,8 +105,8 @@ def write_folder(out: Path) -> None:
 
 
 def as_published(stand_in: Path, out: Path) -> Path:
-    """A copy whose code, like the published code, was written for transformers 4.51: it calls no
-    `post_init`, and leaves its buffers as they are when they are made."""
+    """A copy whose code is as public copies have it, for transformers 4.51: it calls no `post_init`
+    and leaves its buffers as they are when they are made."""
     shutil.copytree(stand_in, out)
     file = out / "modeling_minicpmv.py"
     code = file.read_text().replace("        self.post_init()\n", "")

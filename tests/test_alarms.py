@@ -12,12 +12,13 @@ import torch
 from tests.launch import torchrun
 from tests.ranks.cases import engine_for, examples_of
 from tests.rows import write_rows
+from tests.tiny_models import FAMILIES
 from vireo import parallel as parallel_module
 from vireo.data.packing import micro_batches
 from vireo.data.ragged import Batch
 from vireo.errors import VireoError
-from vireo.families import FAMILIES
 from vireo.families.tiny import build
+from vireo.models.attention import packed_rows
 from vireo.settings import load_settings
 from vireo.trainers import registry
 from vireo.training.alarms import complaint, look
@@ -55,15 +56,15 @@ def test_looking_leaves_no_trace(base: Path) -> None:
     assert all(p.grad is None for p in engine.policy.parameters())
 
 
-def leak(engine: Any, _rows: list) -> None:
+def leak(_engine: Any, _rows: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bounds of rows get lost."""
-    plain = engine.policy.attention.packed
-    engine.policy.attention.packed = lambda lengths, device: plain(
-        lengths and [sum(lengths)], device
+    monkeypatch.setattr(
+        "vireo.models.policy.packed_rows",
+        lambda lengths, device: packed_rows(lengths and [sum(lengths)], device),
     )
 
 
-def forget_pixels(engine: Any, _rows: list) -> None:
+def forget_pixels(engine: Any, _rows: list, _: pytest.MonkeyPatch) -> None:
     """The tower's output is lost on its way to the language model."""
     merger = engine.policy.hf.model.visual.merger
     merger.register_forward_hook(lambda _module, _inputs, out: out * 0)
@@ -76,9 +77,11 @@ def forget_pixels(engine: Any, _rows: list) -> None:
         (forget_pixels, "the model does not see its pictures"),
     ],
 )
-def test_a_planted_fault_is_said(base: Path, fault: Any, said: str) -> None:
+def test_a_planted_fault_is_said(
+    base: Path, fault: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, rows = engine_and_rows(base)
-    fault(engine, rows)
+    fault(engine, rows, monkeypatch)
     text = complaint(look(engine, [Batch.of(rows)]), torch.float32)
     assert text is not None
     assert said in text

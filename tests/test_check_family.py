@@ -27,7 +27,8 @@ from vireo.data.conversation import Conversation
 from vireo.data.ragged import Batch, Example
 from vireo.errors import InputError
 from vireo.families import FAMILIES, Family, Key
-from vireo.models.attention import Attention
+from vireo.models import policy as policy_module
+from vireo.models.attention import packed_rows
 from vireo.models.load import fill_from_checkpoint
 
 QUICK = ("qwen2_5_vl", "llama", "mllama", "minicpmv4_6")
@@ -154,12 +155,10 @@ def one_dimensional(patch: pytest.MonkeyPatch) -> Subject:
 
 
 def leaking_bounds(patch: pytest.MonkeyPatch) -> Subject:
-    own = Attention.packed
+    def one_row(lengths: list[int] | None, device: torch.device) -> Any:
+        return packed_rows(lengths and [sum(lengths)], device)
 
-    def packed(self: Attention, lengths: list[int] | None, device: torch.device) -> None:
-        own(self, lengths and [sum(lengths)], device)
-
-    patch.setattr(Attention, "packed", packed)
+    patch.setattr(policy_module, "packed_rows", one_row)
     return open_subject(tiny("qwen2_5_vl"))
 
 

@@ -14,9 +14,9 @@ from tests.launch import ROOT, environment, torchrun
 from tests.ranks.cases import engine_for, examples_of, furthest, gradients
 from tests.ranks.families import micro_batches
 from tests.rows import losses, write_rows
+from tests.tiny_models import FAMILIES
 from vireo import parallel as parallel_module
 from vireo.data.ragged import Batch
-from vireo.families import FAMILIES
 from vireo.families.tiny import build
 from vireo.settings import load_settings
 from vireo.trainers import registry

@@ -7,7 +7,8 @@ import torch
 import transformers
 from PIL import Image
 
-from vireo.families import FAMILIES, family_of, get_family
+from tests.tiny_models import FAMILIES
+from vireo.families import family_of, get_family
 from vireo.families.tiny import build
 from vireo.models.names import part_of
 

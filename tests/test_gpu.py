@@ -17,9 +17,9 @@ import torch
 
 from tests.launch import ROOT, environment, torchrun
 from tests.rows import losses, write_rows
+from tests.tiny_models import FAMILIES
 from vireo.data.ragged import Batch
 from vireo.data.render import Renderer
-from vireo.families import FAMILIES
 from vireo.families.tiny import build
 from vireo.models.attention import Bounds, attend
 from vireo.models.build import ModelSpec, build_policy
@@ -176,12 +176,12 @@ def test_the_kernel_computes_what_masks_compute(causal: bool, window: int | None
     lengths = [700, 1, 33, 290]
     torch.manual_seed(0)
     exact = [torch.randn(1, heads, sum(lengths), 128, device="cuda") for heads in (8, 2, 2)]
-    bounds = Bounds.of(lengths, torch.device("cuda"))
-    module = SimpleNamespace(packed_attention=SimpleNamespace(bounds=bounds), is_causal=causal)
+    bounds = Bounds(lengths, torch.device("cuda"))
+    module = SimpleNamespace(is_causal=causal)
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         given = [x.detach().to(dtype, copy=True).requires_grad_() for x in exact]
-        out, _ = attend(module, *given, None, 128**-0.5, sliding_window=window)
+        out, _ = attend(module, *given, bounds, 128**-0.5, sliding_window=window)
         out.float().square().sum().backward()
         found.append([out.detach(), *(x.grad for x in given)])
     for wanted, got in zip(*found):

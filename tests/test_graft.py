@@ -1,10 +1,12 @@
-"""A text model with a new tower: on text it is what it was, and its pictures can be learned from."""
+"""A text model with a new tower: on text it is what it was, and its pictures can be learned."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.ranks.cases import engine_for
-from tests.rows import losses, picture, write_rows
+from tests.rows import losses, write_rows
 from tests.tiny_models import assistant, noise, row, scratch, user
 from vireo import cli
 from vireo import parallel as parallel_module
@@ -31,6 +33,7 @@ from vireo.families.tiny.sizes import TEXT
 from vireo.families.tiny.tokenizer import CHATML, LLAMA, Tokens, make_tokenizer
 from vireo.models.graft import graft, with_images
 from vireo.models.names import part_of
+from vireo.models.policy import Policy
 from vireo.settings import load_settings
 from vireo.trainers import registry
 from vireo.training.checkpoint import checkpoints
@@ -41,14 +44,12 @@ PLAIN = Tokens(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "<|im_end|>", "<
 TEMPLATES = {"llama": templates.llama(), "chatml": templates.chatml(default_system="Be brief.")}
 
 
-def text_model(
-    out: Path, kind: str, tied: bool, rows: int, tokens: Tokens | None = None, **changes: Any
-) -> Path:
+def text_model(out: Path, kind: str, tied: bool, rows: int, tokens: Tokens | None = None) -> Path:
     """A tiny random text model of any type, in a folder as `save_pretrained` writes it."""
     llama = kind in ("llama", "mistral")
     template = TEMPLATES["llama" if llama else "chatml"]
     tokenizer = make_tokenizer(template, 4096, tokens or (LLAMA if llama else PLAIN))
-    changes = {"vocab_size": rows, "tie_word_embeddings": tied, **changes}
+    changes = {"vocab_size": rows, "tie_word_embeddings": tied}
     config = text_config(kind, TEXT["test"], changes, tokenizer)
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -126,7 +127,7 @@ def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
     new = auto.from_pretrained(tmp_path / "new", dtype="auto").eval()
     ids = torch.arange(FULL)[None]
     assert torch.equal(new(input_ids=ids).logits[..., :FULL], old(input_ids=ids).logits)
-    assert "lm" not in (tmp_path / "new" / "config.json").read_text().split('"llama"')[0]
+    assert str(tmp_path) not in (tmp_path / "new" / "config.json").read_text()
 
 
 @made
@@ -167,7 +168,7 @@ def test_every_old_weight_is_there_and_new_rows_are_the_mean(family, kind, tied,
     old, new = tensors(text_folder(kind, tied, rows)), tensors(grafted(family, kind, tied, rows))
     entry = get_family(family)
     names = {"model.": f"{entry.parts['language'][0]}.", "lm_head.": "lm_head."}
-    room = {("llava", SPARE): SPARE}.get((family, rows), 448)
+    room = SPARE if family == "llava" else 448
     for name, wanted in old.items():
         prefix = next(p for p in names if name.startswith(p))
         found = new.pop(names[prefix] + name.removeprefix(prefix))
@@ -187,9 +188,12 @@ def test_every_old_weight_is_there_and_new_rows_are_the_mean(family, kind, tied,
 def test_names_on_disk_are_those_of_the_familys_published_models(tmp_path: Path) -> None:
     for family, *of in (MADE[0], MADE[4], MADE[6]):
         own = build(family, tmp_path / family, size="test")
-        wanted = load_file(own / "model.safetensors")
-        found = load_file(grafted(family, *of) / "model.safetensors")
-        assert {n.split(".layers.")[0] for n in found} == {n.split(".layers.")[0] for n in wanted}
+        # Layers apart, of which they have other numbers.
+        wanted, found = (
+            {re.sub(r"\.\d+\.", ".N.", name) for name in load_file(folder / "model.safetensors")}
+            for folder in (own, grafted(family, *of))
+        )
+        assert found == wanted
 
 
 def test_the_seed_decides_the_tower_alone(tmp_path: Path) -> None:
@@ -255,25 +259,27 @@ OTHERS = {
     "text": "A chat:\n{%- for m in messages %} {{ m.content }}{% endfor %}",
     "first": "{% set loop_messages = messages[1:] %}{{ messages[0]['content'] }}"
     "{% for m in loop_messages %}{{ m }}{% endfor %}{{ messages | length }}",
-    "macro": "{% macro all() %}{{ messages | map(attribute='role') | join }}{% endmacro %}{{ all() }}",
+    "macro": "{% macro all() %}{{ messages | map(attribute='role') | join }}{% endmacro %}"
+    "{{ all() }}",
 }
 
 
-@pytest.mark.parametrize("template", [*TEMPLATES.values(), *OTHERS.values()])
-@pytest.mark.parametrize("talk", TALK)
-@pytest.mark.parametrize("tools", [None, TOOLS])
-@pytest.mark.parametrize("prompt", [False, True])
-def test_strings_are_written_byte_for_byte_as_before(template, talk, tools, prompt) -> None:
-    tokenizer = plain_tokenizer()
+@pytest.mark.parametrize("name", [*TEMPLATES, *OTHERS])
+def test_strings_are_written_byte_for_byte_as_before(name: str) -> None:
+    template = {**TEMPLATES, **OTHERS}[name]
+    for talk, tools, prompt in product(TALK, (None, TOOLS), (False, True)):
+        found = written(with_images(template, get_family("llava")), talk, tools, prompt)
+        assert found == written(template, talk, tools, prompt)
+        assert name in OTHERS or not found.startswith("refused")
+
+
+def written(template: str, talk: list[dict], tools: Any, prompt: bool) -> str:
+    """What a template writes, or how it refuses: some take no turn without content."""
     options = {"tools": tools, "tokenize": False, "add_generation_prompt": prompt}
-
-    def written(source: str) -> str:
-        try:
-            return tokenizer.apply_chat_template(talk, chat_template=source, **options)
-        except Exception as error:  # a template that takes no tools, or no turn without content
-            return f"{type(error).__name__}: {error}"
-
-    assert written(with_images(template, get_family("llava"))) == written(template)
+    try:
+        return plain_tokenizer().apply_chat_template(talk, chat_template=template, **options)
+    except Exception as error:  # a template is a program of its own
+        return f"refused: {type(error).__name__}: {error}"
 
 
 @cache
@@ -340,10 +346,10 @@ def train(folder: Path, model: Path, data: Path, *more: str) -> Path:
 def test_pre_alignment_trains_the_projector_alone(family, kind, tied, rows, tmp_path) -> None:
     model, entry = grafted(family, kind, tied, rows), get_family(family)
     data = write_rows(tmp_path / "data", [1, 1, 2, 1, 0, 1, 1, 1])
-    flags = ("--freeze_language", "--freeze_vision", "--lr=1e-2", "--max_steps=40")
+    flags = ("--freeze_language", "--freeze_vision", "--lr=1e-2", "--max_steps=12")
     run = train(tmp_path / "run", model, data, *flags)
     found = losses(tmp_path / "run")
-    assert found[-1] < 0.8 * found[0]
+    assert found[-1] < 0.9 * found[0]
     before, after = tensors(model), tensors(export(run, tmp_path / "export"))
     for name, value in before.items():
         still = part_of(name, entry) != "projector"
@@ -384,14 +390,14 @@ def test_enlarged_embeddings_train_resume_and_export(family, kind, tied, rows, t
     ("family", "kind", "size", "tokens", "layers"),
     [
         ("llava", "llama", (500, 300), 576, 24),
-        ("smolvlm", "llama", (512, 512), 17 * 64, 12),  # enlarged to 2048, so 4x4 tiles and one
+        ("smolvlm", "llama", (512, 64), 5 * 64, 12),  # enlarged to 2048x256: 4 tiles and the whole
         ("qwen2_5_vl", "qwen2", (448, 448), 256, 32),
     ],
 )
 def test_the_published_tower_has_as_many_features_as_its_processor_has_tokens(
     family, kind, size, tokens, layers, tmp_path, monkeypatch
 ) -> None:
-    """With the layers that differ in nothing left out: two of them, and their sizes."""
+    """With two of its layers, which are all alike."""
     builder = builder_of(family)
     config, _ = builder.make(*text_and_tokenizer(family, kind), "published")
     vision = config.vision_config
@@ -407,14 +413,14 @@ def test_the_published_tower_has_as_many_features_as_its_processor_has_tokens(
     monkeypatch.setattr(builder, "make", shallow)
     graft(str(text_folder(kind, True, SPARE)), family, tmp_path / "new")
     renderer = Renderer(str(tmp_path / "new"))
-    example = renderer.example(row(user(0, "What is it?"), assistant("A cat."), images=[noise(*size)]))
-    image = renderer.tokenizer.convert_tokens_to_ids(get_family(family).image_tokens)
+    said = row(user(0, "What is it?"), assistant("A cat."), images=[noise(*size)])
+    example = renderer.example(said)
     image_id = renderer.config.image_token_id
-    assert image_id in image
     assert int((example.fields["input_ids"] == image_id).sum()) == tokens
-    engine, _ = engine_for(str(tmp_path / "new"), parallel_module.start(shard=False))
+    hf = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "new")
     with torch.no_grad():
-        assert engine.policy(Batch.of([example]).pack()).isfinite().all()
+        policy = Policy(hf.eval(), renderer.family, None)
+        assert policy(Batch.of([example]).pack()).isfinite().all()
 
 
 def text_and_tokenizer(family: str, kind: str) -> tuple[Any, Any]:
@@ -422,3 +428,104 @@ def text_and_tokenizer(family: str, kind: str) -> tuple[Any, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(list(get_family(family).image_tokens), special_tokens=True)
     return transformers.AutoConfig.from_pretrained(folder), tokenizer
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def refused(lm: Path, out: Path, words: str, family: str = "llava") -> None:
+    with pytest.raises(InputError, match=words):
+        graft(str(lm), family, out, tower="demo")
+    assert not out.exists() or any(out.iterdir())
+    assert not out.with_name(f".writing-{out.name}").exists()
+
+
+def test_other_architectures_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    vision = build("qwen2_vl", tmp_path / "vision", size="test")
+    words = "of type 'qwen2_vl'; llava takes a text model of type llama, mistral, qwen2, qwen3"
+    refused(vision, out, words)
+    refused(text_folder("qwen3", False, SPARE), out, "takes a text model of type llama$", "smolvlm")
+    refused(text_folder("llama", True, SPARE), out, "of type qwen2$", "qwen2_5_vl")
+    refused(tmp_path, out, "is no model that can be read")
+    refused(tmp_path / "none", out, "no model folder at")
+    words = "--family mllama: .*llava, qwen2_5_vl, smolvlm can be made"
+    refused(text_folder("llama", True, SPARE), out, words, "mllama")
+
+
+def test_sizes_that_the_family_cannot_have_are_refused(tmp_path: Path) -> None:
+    lm = shutil.copytree(text_folder("qwen2", True, SPARE), tmp_path / "lm")
+    config = transformers.AutoConfig.from_pretrained(lm)
+    config.head_dim = 64  # twice what its width and number of heads say
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(lm)
+    refused(lm, tmp_path / "out", "does not fit qwen2_5_vl: .*size mismatch.*q_proj", "qwen2_5_vl")
+
+
+def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
+    lm = text_folder("llama", True, SPARE)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    refused(lm, tmp_path / "out", "out is not empty")
+    with pytest.raises(InputError, match=r"mine\.txt is not empty"):
+        graft(str(lm), "llava", tmp_path / "out" / "mine.txt")
+    (tmp_path / "empty").mkdir()
+    graft(str(lm), "llava", tmp_path / "empty", tower="demo")
+    assert Renderer(str(tmp_path / "empty")).family.name == "llava"
+
+
+def test_a_text_model_without_one_chat_template_is_refused(tmp_path: Path) -> None:
+    lm = shutil.copytree(text_folder("llama", True, SPARE), tmp_path / "lm")
+    (lm / "chat_template.jinja").unlink()
+    refused(lm, tmp_path / "out", "has no chat template, expected one")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(lm)
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    tokenizer.save_pretrained(lm)
+    refused(lm, tmp_path / "out", "has several chat templates, expected one")
+
+
+def test_a_chat_template_that_training_refuses_is_refused(tmp_path: Path) -> None:
+    lm = shutil.copytree(text_folder("llama", True, SPARE), tmp_path / "lm")
+    (lm / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    refused(lm, tmp_path / "out", "leaves out what the assistant says")
+
+
+def test_a_token_that_means_something_else_is_refused(tmp_path: Path) -> None:
+    lm, out = shutil.copytree(text_folder("qwen2", True, SPARE), tmp_path / "lm"), tmp_path / "out"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(lm)
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.save_pretrained(lm)
+    refused(lm, out, "<image>, which images need in llava, is a word of its tokenizer \\(id 380\\)")
+    graft(str(lm), "qwen2_5_vl", tmp_path / "other", tower="demo")  # which has no such token
+    tokenizer.add_special_tokens({"pad_token": "<|vision_pad|>"})
+    tokenizer.save_pretrained(lm)
+    refused(lm, out, r"<\|vision_pad\|>.* is its pad_token", "qwen2_5_vl")
+    lm = text_folder("qwen3", False, SPARE)
+    lm = shutil.copytree(lm, tmp_path / "written")
+    template = TEMPLATES["chatml"] + "<image>"
+    (lm / "chat_template.jinja").write_text(template)
+    refused(lm, out, "<image>.* stands in its chat template")
+
+
+def test_control_tokens_that_are_there_already_are_kept(tmp_path: Path) -> None:
+    """As in the published Qwen2.5, whose tokenizer has those of its vision models."""
+    lm = text_model(tmp_path / "lm", "qwen2", True, SPARE, CHATML)
+    done = graft(str(lm), "qwen2_5_vl", tmp_path / "new", tower="demo")
+    assert (done.tokens, done.rows) == ((), (SPARE, SPARE))
+    old, new = (
+        transformers.AutoTokenizer.from_pretrained(folder) for folder in (lm, tmp_path / "new")
+    )
+    assert new.get_vocab() == old.get_vocab()
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_it_made(tmp_path: Path, capsys) -> None:
+    lm, out = text_folder("llama", True, SPARE), tmp_path / "new"
+    command = ["graft", "--lm", str(lm), "--family", "smolvlm", "--tower", "demo", str(out)]
+    assert cli.main(command) == 0
+    said = capsys.readouterr().out
+    assert "39 control tokens added, embeddings of 448 rows (384 before), 307,200 new" in said
+    assert f"wrote {out}" in said
+    assert cli.main(command) == 2
+    assert "is not empty" in capsys.readouterr().err

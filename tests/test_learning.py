@@ -10,11 +10,11 @@ import torch
 
 from tests.ranks.cases import engine_for
 from tests.rows import picture
+from tests.tiny_models import FAMILIES
 from vireo import parallel as parallel_module
 from vireo.data.conversation import read_rows
 from vireo.data.ragged import Batch
 from vireo.evaluation import accuracy, evaluate_files
-from vireo.families import FAMILIES
 from vireo.families.tiny import build
 from vireo.settings import load_settings
 from vireo.trainers import registry

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import AutoModel, dynamic_module_utils
+from transformers import AutoModel
 
 from tests import minicpmv_stand_in
 from tests.launch import torchrun
@@ -49,19 +48,8 @@ FILES = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """transformers keeps copies of a model's code: not those of these tests in the home folder."""
-    cache = str(tmp_path_factory.mktemp("modules"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", cache)
-        patch.setattr(model_folder, "HF_MODULES_CACHE", cache)
-        patch.setenv("HF_MODULES_CACHE", cache)
-        yield
-
-
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, copies: None) -> Path:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("minicpmv")
     minicpmv_stand_in.build(base / "model")
     write_rows(base / "data", COUNTS, SIZES)
@@ -171,6 +159,12 @@ def test_a_model_that_transformers_has_runs_no_code_of_its_folder(
     made = Renderer(str(tmp_path / "model"), trust_remote_code=True)
     assert made.family.name == "qwen2_vl"
     assert not trace.exists()
+
+
+def test_there_is_no_tiny_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["tiny", "minicpmv", str(tmp_path / "tiny")]) == 2
+    assert "minicpmv has no tiny checkpoint: its code is" in capsys.readouterr().err
+    assert not (tmp_path / "tiny").exists()
 
 
 # -- rows ----------------------------------------------------------------------------------------
@@ -350,7 +344,7 @@ def test_answers_are_what_the_models_own_forward_says_next(
 def test_code_as_it_was_published_computes_the_same(
     base: Path, tmp_path: Path, made: Renderer, policy: Policy, examples: list[Example]
 ) -> None:
-    """Written for transformers 4.51, which plain `from_pretrained` of 5 does not load."""
+    """Its maintainers recommend transformers 4.51: plain `from_pretrained` of 5 fails on it."""
     folder = as_published(base / "model", tmp_path / "model")
     with pytest.raises(AttributeError, match="all_tied_weights_keys"):
         AutoModel.from_pretrained(folder, trust_remote_code=True)

@@ -172,14 +172,17 @@ def test_text_rows_of_an_image_batch_stand_alone(family):
 
 
 @pytest.mark.parametrize("family", PACKED)
-def test_rows_leak_into_each_other_under_a_mask_of_ones(family):
-    """The fault that packing without a mask avoids; seen here, so the tests above can fail."""
+def test_rows_leak_into_each_other_when_their_bounds_are_lost(family):
+    """The fault that bounds avoid; seen here, so the tests above can fail."""
     inputs = Batch.of(rows_of(family)).pack()
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if FAMILIES[family].varlen:
+        inputs["lengths"] = inputs["lengths"].sum(0, keepdim=True)
+    else:  # transformers reads the bounds from positions, unless there is a mask
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     assert gap(family, inputs) > FAR
 
 
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("family", [n for n in PACKED if not FAMILIES[n].varlen])
 def test_rows_leak_into_each_other_when_positions_run_on(family):
     inputs = Batch.of(rows_of(family)).pack()
     inputs["positions"] = torch.arange(inputs["input_ids"].shape[1]).expand_as(inputs["positions"])

@@ -117,7 +117,7 @@ def test_auto_counts_what_a_layer_keeps(model: Path, monkeypatch: pytest.MonkeyP
         if isinstance(module, Recomputed):
             module.active = False
     whole = kept_bytes(built, batch)
-    assert whole - three == pytest.approx(3 * (seen["kept"] - seen["given"]), rel=0.05)
+    assert whole - three == pytest.approx(3 * (seen["kept"] - seen["given"]), rel=0.1)
 
 
 def test_auto_recomputes_nothing_where_there_is_room(model: Path) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vireo.families import FAMILIES, get_family
+from tests.tiny_models import FAMILIES
+from vireo.families import get_family
 from vireo.families.tiny import build
 from vireo.families.tiny.templates import chatml, llama
 from vireo.families.tiny.tokenizer import EMBEDDING_SIZE, VOCAB_SIZE, make_tokenizer

@@ -19,6 +19,7 @@ import PIL.Image
 import torch
 import transformers
 
+from vireo import families
 from vireo.data.conversation import Conversation, Image, ImageRef, Text, Turn
 from vireo.data.ragged import IGNORE, Example
 from vireo.data.render import Renderer
@@ -26,6 +27,8 @@ from vireo.families.tiny import build
 from vireo.models.policy import Policy
 
 torch.set_num_threads(1)
+# Those with a tiny checkpoint: not the ones whose code is a part of theirs.
+FAMILIES = {name: family for name, family in families.FAMILIES.items() if not family.remote}
 
 
 @cache

@@ -50,7 +50,7 @@ def rows_are_the_processors(subject: Subject) -> Finding:
     for row in subject.drawn:
         example, wanted = subject.example(row), subject.plain_inputs(row)
         found = Batch.of([example]).pad(subject.renderer.pad_id)
-        names = {n for n in wanted if n in subject.family.keys} | _OF_ALL
+        names = set(wanted) & (set(subject.family.keys) | _OF_ALL)
         if not torch.equal(found["input_ids"], wanted["input_ids"]):
             texts = [subject.renderer.tokenizer.decode(i["input_ids"][0]) for i in (found, wanted)]
             if texts[0] == texts[1]:
@@ -71,8 +71,6 @@ def joined_as_the_processor_joins(subject: Subject) -> Finding:
     processor's shape: a family may join them in another way, if its model takes it.
     """
     _need_processor(subject)
-    if subject.family.remote:
-        raise Cannot("the processor returns lists, which the renderer makes flat")
     rows = image_rows(subject, subject.drawn)
     wrong: list[str] = []
     for members in _kinds(rows, subject.family.can_mix):
@@ -146,6 +144,8 @@ def key_matters(subject: Subject, name: str) -> Finding:
 def _need_processor(subject: Subject) -> None:
     if not subject.family.has_vision:
         raise Cannot("a text family's tokenizer returns ids alone")
+    if subject.family.remote:
+        raise Cannot("the processor returns lists, which the renderer makes flat")
 
 
 def _kinds(rows: list[Conversation], can_mix: bool) -> list[list[Conversation]]:

@@ -173,7 +173,6 @@ class Subject:
     @contextmanager
     def plain_attention(self) -> Iterator[None]:
         """Every part of the model with transformers' own attention."""
-        self.policy.attention.packed(None, self.device)
         changed = []
         for module in self.policy.hf.modules():
             config: Any = getattr(module, "config", None)

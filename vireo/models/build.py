@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,7 @@ def build_policy(
 def empty_policy(config: Any, family: Family, dummy: dict[str, Tensor] | None = None) -> Policy:
     """The model's modules without memory for their parameters."""
     auto = getattr(transformers, family.auto_class)
+    config = copy.deepcopy(config)  # which the model keeps, and its policy writes to
     if family.remote:  # whose buffers nothing but its own code can make
         with running_code(config.name_or_path), init_empty_weights(include_buffers=False):
             hf = auto.from_config(config, dtype=torch.float32, trust_remote_code=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -49,7 +50,9 @@ def unused_paths(model: nn.Module, family: Family) -> tuple[str, ...]:
     """Paths of the modules that no forward reaches, each with a dot behind it."""
     paths = list(family.unused)
     if family.tower_layers is not None:
-        layers, config = len(model.get_submodule(family.tower_layers)), model.config
+        tower: Any = model.get_submodule(family.tower_layers)
+        config: Any = model.config
+        layers = len(tower)
         shown = config.vision_feature_layer  # 0: what goes into the tower; -1: its last output
         shown = [shown] if isinstance(shown, int) else shown
         last = max(layer % (layers + 1) for layer in shown)

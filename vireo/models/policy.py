@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vireo.data.nested import nest, with_blank
 from vireo.data.ragged import IGNORE, TRAINER_KEYS
 from vireo.families import Family
-from vireo.models.attention import Attention
+from vireo.models.attention import packed_rows, use_varlen
 from vireo.models.heads import token_logprobs
 
 
@@ -26,7 +26,7 @@ class Policy(nn.Module):
     def __init__(self, hf: nn.Module, family: Family, dummy: dict[str, Tensor] | None):
         super().__init__()
         self.hf, self.family = hf, family
-        self.attention = Attention(hf, family)
+        use_varlen(hf, family)
         self.dummy = dummy  # one smallest image, for micro-batches without images
         self._nothing: Tensor | None = None
         if dummy is not None and not family.remote:
@@ -43,7 +43,6 @@ class Policy(nn.Module):
         """
         model_inputs = {n: v for n, v in inputs.items() if n not in TRAINER_KEYS}
         positions, lengths = inputs["positions"], inputs.get("lengths")
-        self.attention.packed(None if lengths is None else lengths.tolist(), positions.device)
         if "attention_mask" in inputs and self.family.positions == "mrope":
             positions = positions[1:]  # the text row is only for packed boundaries
         elif self.family.positions == "1d":
@@ -57,17 +56,17 @@ class Policy(nn.Module):
                 self._nothing = 0.0 * self._dummy_features(dummy)
         if self.family.remote:
             model_inputs = self._embedded(model_inputs)
-        hidden = self._language.model(**model_inputs, use_cache=False).last_hidden_state
+        with packed_rows(None if lengths is None else lengths.tolist(), positions.device):
+            out = self._language.model(**model_inputs, use_cache=False)
         rows, columns = (inputs["labels"] != IGNORE).nonzero(as_tuple=True)
         targets = inputs["labels"][rows, columns]
         head, text = self._language.lm_head, self._language.config.get_text_config()
         softcap = getattr(text, "final_logit_softcapping", None)
-        return token_logprobs(hidden[rows, columns - 1], head, targets, softcap)
+        return token_logprobs(out.last_hidden_state[rows, columns - 1], head, targets, softcap)
 
     @torch.no_grad()
     def generate(self, **options: Any) -> Tensor:
         """`transformers`' own generation, inside the outermost module (see the class)."""
-        self.attention.packed(None, self.hf.device)
         if not self.family.remote:
             return self.hf.generate(**options)
         names = ("input_ids", "attention_mask", *self.family.keys)

@@ -30,13 +30,15 @@ def build(
     tie_word_embeddings: None ties them where the family can.
     vision, text: fields of the vision and text configs that differ from the size's, as in
         `build("qwen2_vl", out, size="test", vision={"depth": 1}, num_hidden_layers=4)`.
-    The same arguments give the same bytes. LookupError: no such family; ValueError: no such
-    size, or a family that cannot tie its embeddings; TypeError: no such field.
+    The same arguments give the same bytes. LookupError: no such family, or none of it; ValueError:
+    no such size, or a family that cannot tie its embeddings; TypeError: no such field.
     """
     import torch
     import transformers
 
     entry = get_family(family)
+    if entry.remote:
+        raise LookupError(f"{family} has no tiny checkpoint: its code is a part of the real one")
     Path(out).mkdir(parents=True, exist_ok=True)  # transformers says nothing where it is a file
     if size not in TEXT:
         raise ValueError(f"tiny size {size!r} is not known; known sizes: {', '.join(TEXT)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from vireo.families.tiny.sizes import MAX_POSITIONS, override
 from vireo.families.tiny.tokenizer import EMBEDDING_SIZE, Tokens, make_tokenizer
@@ -100,7 +100,7 @@ def make(text: dict, text_changes: dict, vision: dict, vision_changes: dict) -> 
     vision = {**vision, "depth": vision["depth"] + 1}
     tower = tower_config("clip_vision_model", vision, vision_changes)
     whole = tower.model_type != "clip_vision_model"
-    strategy = "full" if whole else "default"
+    strategy: Literal["full", "default"] = "full" if whole else "default"
     processor = LlavaProcessor(
         image_processor=CLIPImageProcessor(
             size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
