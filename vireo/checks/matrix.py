@@ -34,7 +34,8 @@ random model of each. Both tables are made by `python -m vireo.checks.matrix`, n
 {static}
 
 A packed family is padded where `--packing false` asks for it. *varlen*: attention takes sequences
-of any lengths end to end, by a fused kernel on a GPU and by masks elsewhere; *sdpa*: PyTorch's own.
+of any lengths end to end, without a mask (on a GPU in bf16 by one kernel); *sdpa*: PyTorch's own,
+with masks.
 
 {limits}
 ## What the grid found

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -89,6 +88,8 @@ def empty_policy(config: Any, family: Family, dummy: dict[str, Tensor] | None = 
     auto = getattr(transformers, family.auto_class)
     config = copy.deepcopy(config)  # which the model keeps, and its policy writes to
     if family.remote:  # whose buffers nothing but its own code can make
+        from accelerate import init_empty_weights  # PEFT needs it too
+
         with running_code(config.name_or_path), init_empty_weights(include_buffers=False):
             hf = auto.from_config(config, dtype=torch.float32, trust_remote_code=True)
     else:
