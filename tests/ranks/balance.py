@@ -1,6 +1,6 @@
 """Runs of `vireo.train` that note what each rank has, after a test of `Parallel.exchange`.
 
-    torchrun --nproc_per_node=2 -m tests.ranks.balance BASE
+    torchrun --nproc_per_node=2 -m tests.ranks.balance BASE NAME ...
 
 BASE/NAME/flags.json holds the flags of a run, in which {out} is BASE/NAME/WORLD. Each run writes
 to it rank-RANK.jsonl, a line a step: the rows of this rank with a checksum of all their tensors,
@@ -87,8 +87,8 @@ def main() -> None:
     parallel = parallel_module.start()
     found = json.dumps(exchanged(parallel))
     (base / f"exchange-{parallel.world}-{parallel.rank}.json").write_text(found)
-    for flags in sorted(base.glob("*/flags.json")):
-        train(flags.parent, parallel)
+    for name in sys.argv[2:]:
+        train(base / name, parallel)
     dist.destroy_process_group()
 
 

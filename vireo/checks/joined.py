@@ -7,8 +7,6 @@ from vireo.checks.subject import Subject
 from vireo.data.conversation import Conversation
 from vireo.errors import RowError, first_line
 
-CLOSE = 1e-5  # of log-probabilities in float32
-
 
 def rows_render(subject: Subject) -> Finding:
     """The renderer makes an example of every row: slots, lengths, ids and labels align."""
@@ -53,8 +51,8 @@ def _compare(subject: Subject, packing: bool) -> Finding:
     pairs = [
         (subject.example(row), subject.alone(row), other) for row, other in zip(rows, together)
     ]
-    worst, first = subject.furthest(pairs, CLOSE)
-    return Finding(worst, CLOSE, wrong=first)
+    worst, first = subject.furthest(pairs, subject.close)
+    return Finding(worst, subject.close, wrong=first)
 
 
 def own_loss(subject: Subject) -> Finding:
@@ -68,8 +66,8 @@ def own_loss(subject: Subject) -> Finding:
         loss, plain = subject.plain_forward(subject.plain_inputs(row), example)
         apart = max(apart, abs(loss + float(ours.mean())))
         pairs.append((example, ours, plain))
-    worst, first = subject.furthest(pairs, CLOSE)
-    return Finding(max(worst, apart), CLOSE, wrong=first)
+    worst, first = subject.furthest(pairs, subject.close)
+    return Finding(max(worst, apart), subject.close, wrong=first)
 
 
 def image_rows(subject: Subject, rows: list[Conversation]) -> list[Conversation]:

@@ -16,7 +16,6 @@ from vireo.data.conversation import Conversation
 from vireo.data.ragged import Batch
 from vireo.families import Key
 
-USED = 1e-5  # a log-probability that a key changes by no more is not changed
 _OF_ALL = {"input_ids", "attention_mask"}
 
 
@@ -135,10 +134,10 @@ def key_matters(subject: Subject, name: str) -> Finding:
         return Finding()
     finally:
         subject.processor.without = set()
-    if largest <= USED and len(torch.cat(values).unique()) == 1:
+    if largest <= subject.close and len(torch.cat(values).unique()) == 1:
         raise Cannot(f"it is {values[0][0].item():g} everywhere in these rows")
     wrong = f"not used: dropping this {key.kind} key changes nothing"
-    return Finding(largest, USED, above=True, wrong=wrong)
+    return Finding(largest, subject.close, above=True, wrong=wrong)
 
 
 def _need_processor(subject: Subject) -> None:

@@ -47,8 +47,10 @@ with masks.
 ## A model of your own
 
 The same grid runs on any model folder, in float32, and says what is wrong and where first. It needs
-4 bytes of memory a parameter, and what a few rows need. `--rows FILE` puts rows of your own in the
-place of drawn ones.
+4 bytes of memory a parameter (and of disk, for the last line), and what a few rows need. `--rows
+FILE` puts rows of your own in the place of drawn ones. Log-probabilities that must be equal may
+differ by 1e-5 or, in a model that amplifies rounding, by four times what it makes of a last bit in
+its inputs; each line shows its limit.
 
 ```bash
 vireo tiny qwen2_5_vl tiny --size test
@@ -59,8 +61,9 @@ For a model whose family has no entry it prints one to start from: what it found
 its processor. Save that under `vireo/families/`, correct it, and run the grid until nothing fails.
 """
 LEGEND = """\
-- joined: log-probabilities of a row alone, padded and packed with rows of 0 to 3 images (<= 1e-5)
-- loss: that of the family's own `forward(labels=...)` (<= 1e-5)
+- joined: log-probabilities of a row are those that it has alone, padded or packed with rows of 0 to
+  3 images
+- loss: it is that of the family's own `forward(labels=...)`
 - labels: exactly the assistant's text and its end of turn carry loss
 - keys: every processor key is known, joined rightly, survives every batch operation, and is used
 - positions: 1-D positions in the place of the family's own are noticed

@@ -11,7 +11,7 @@ from vireo.checks.subject import Subject
 from vireo.data.conversation import Conversation
 from vireo.data.ragged import Example
 
-VISIBLE = 1e-3  # a log-probability that a fault must change, 100 times what rounding does
+VISIBLE = 1e-3  # what a fault must change a log-probability by, 100 times what rounding does
 
 
 def positions_matter(subject: Subject) -> Finding:
@@ -27,7 +27,7 @@ def positions_matter(subject: Subject) -> Finding:
         found = subject.logprobs(_with(example, positions=one))
         largest = max(largest, _change(found, subject.alone(row)))
     wrong = "the renderer's positions are 1-D" if flat else _UNSEEN
-    return Finding(largest, VISIBLE, above=True, wrong=wrong)
+    return Finding(largest, _visible(subject), above=True, wrong=wrong)
 
 
 def pixels_matter(subject: Subject) -> Finding:
@@ -46,7 +46,7 @@ def pixels_matter(subject: Subject) -> Finding:
         change = _change(subject.logprobs(_with(example, **pixels)), subject.alone(row))
         if change < smallest:
             smallest, where = change, f"{row.where}: {_UNSEEN}"
-    return Finding(smallest, VISIBLE, above=True, wrong=where)
+    return Finding(smallest, _visible(subject), above=True, wrong=where)
 
 
 def order_of_images_matters(subject: Subject) -> Finding:
@@ -73,11 +73,13 @@ def images_are_told_apart(subject: Subject) -> Finding:
 _UNSEEN = "a fault of this kind would not be noticed; on random weights, train them a little first"
 
 
+def _visible(subject: Subject) -> float:
+    return max(VISIBLE, subject.close)
+
+
 def _against(subject: Subject, row: Conversation, changed: Conversation) -> Finding:
-    found = subject.logprobs(subject.renderer.example(changed))
-    return Finding(
-        _change(found, subject.alone(row)), VISIBLE, above=True, wrong=f"{row.where}: {_UNSEEN}"
-    )
+    change = _change(subject.logprobs(subject.renderer.example(changed)), subject.alone(row))
+    return Finding(change, _visible(subject), above=True, wrong=f"{row.where}: {_UNSEEN}")
 
 
 def _with(example: Example, **fields: Tensor) -> Example:

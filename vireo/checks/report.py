@@ -57,7 +57,7 @@ class Result:
         text = f"{self.status:<8}{self.name:<32}"
         if self.figure is not None:
             sign = ">" if self.above == (self.status == "pass") else "<="
-            text += f"{self.figure:.1e} {sign} {self.limit:g}  "
+            text += f"{self.figure:.1e} {sign} {self.limit:.2g}  "
         return (text + self.why).rstrip()
 
 

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ from vireo.models.policy import Policy
 from vireo.parallel import start
 
 GIB = 1 << 30
+CLOSE = 1e-5  # of log-probabilities in float32, where nothing amplifies rounding
+ROUNDINGS = 4  # joined rows of 3.8 B parameters were 1 to 2 times that apart
+STILL_CLOSE = 0.05  # a row that sees another one is further off
 
 
 class Recorded:
@@ -52,13 +57,13 @@ class Subject:
     family. Tests put a faulty part in the place of one of these before they run the grid.
     """
 
-    def __init__(self, model: str, rows: str | None, renderer: Renderer, policy: Policy) -> None:
-        self.model, self.renderer, self.policy = model, renderer, policy.eval()
+    def __init__(self, renderer: Renderer, policy: Policy, rows: list[Conversation] | None = None):
+        self.renderer, self.policy = renderer, policy.eval()
         self.processor = Recorded(renderer.processor)
         renderer.processor = self.processor
         side = natural_side(self.processor)
         self.drawn = drawn_rows(self.family.has_vision, side)
-        self.rows = self.drawn if rows is None else file_rows(rows)
+        self.rows = self.drawn if rows is None else rows
         # By the row's identity; the row is held, so that no other one can get it.
         self._examples: dict[int, tuple[Conversation, Example]] = {}
         self._alone: dict[int, tuple[Conversation, Tensor]] = {}
@@ -119,6 +124,38 @@ class Subject:
             counts = [example.supervised for example in batch.examples()]
             found |= zip(batch.where, self.run(batch, packing).split(counts))
         return [found[example.where] for example in examples]
+
+    @cached_property
+    def close(self) -> float:
+        """The most that log-probabilities which must be equal may differ by, in float32.
+
+        CLOSE, or for a model that amplifies rounding, as deep ones do, ROUNDINGS times what it
+        makes of it: of embeddings and pixels that are off by a last bit, in rows by themselves,
+        which nothing that is wrong with joining rows can change.
+        """
+        generator = torch.Generator().manual_seed(0)
+
+        def blur(value: Tensor) -> Tensor:
+            bits = torch.randint(-1, 2, value.shape, generator=generator).to(value.device)
+            return value * (1 + bits * torch.finfo(torch.float32).eps)
+
+        largest = 0.0
+        embeddings = self.policy.hf.get_input_embeddings()
+        handle = embeddings.register_forward_hook(lambda module, given, out: blur(out))
+        try:
+            for row in self.rows:
+                example = self.example(row)
+                fields = {
+                    name: blur(value)
+                    if name in self.family.keys and value.is_floating_point()
+                    else value
+                    for name, value in example.fields.items()
+                }
+                moved = self.logprobs(replace(example, fields=fields)) - self.alone(row)
+                largest = max(largest, float(moved.abs().max()))
+        finally:
+            handle.remove()
+        return min(max(CLOSE, ROUNDINGS * largest), STILL_CLOSE)
 
     def place(self, example: Example, supervised: int) -> str:
         """Row, index and text of the n-th supervised token of an example."""
@@ -217,6 +254,7 @@ def open_subject(
 
     InputError: no such model or family, weights that do not fit its config, or no room for them.
     """
+    given = None if rows is None else file_rows(rows)
     renderer = Renderer(model, trust_remote_code=trust_remote_code)
     family, parallel = renderer.family, start(shard=False)
     empty = empty_policy(deepcopy(renderer.config), family)  # a model marks the config it has
@@ -231,7 +269,7 @@ def open_subject(
     policy, _ = build_policy(
         ModelSpec(model, shard=False), renderer.config, family, parallel, dummy
     )
-    return Subject(model, rows, renderer, policy)
+    return Subject(renderer, policy, given)
 
 
 def _check_room(needed: float, device: torch.device) -> None:

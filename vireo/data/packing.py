@@ -136,13 +136,8 @@ def balance(lengths: Sequence[Sequence[int]], budget: int | None = None) -> list
         high, most = ranks[-1], tokens[ranks[-1]]
         if most - tokens[ranks[0]] <= allowed and most <= full:
             break
-        mean = sum(tokens[rank] for rank in ranks) / len(ranks)
         for low in ranks[:-1][:PARTNERS]:
-            difference = most - tokens[low]
-            # No more than brings one of them to the mean, if they are on either side of it.
-            wanted = min(most - mean, mean - tokens[low])
-            wanted = wanted if wanted > 0 else difference / 2
-            found = _trade(held[high], held[low], wanted, difference, allowed / 8)
+            found = _trade(held[high], held[low], most - tokens[low], allowed / 8)
             if found:
                 break
         else:
@@ -166,27 +161,28 @@ _Row = tuple[int, int, int]  # its tokens, the rank that it is from, its number 
 
 
 def _trade(
-    fuller: list[_Row], emptier: list[_Row], wanted: float, difference: int, least: float
+    fuller: list[_Row], emptier: list[_Row], difference: int, least: float
 ) -> tuple[_Row, ...]:
-    """The row to give, or the row to give and the one to take for it, nearest to `wanted` tokens.
+    """The row to give, or the row to give and the one to take for it, nearest to half of the
+    `difference` of two ranks; () where none brings them closer.
 
-    What goes over is less than `difference`, so that the two get closer; () if there is no such
-    row. An exchange moves twice as many, so it must bring them closer by `least` tokens.
+    An exchange moves two rows, so it must bring them closer by `least` tokens.
     """
 
     def near(size: float) -> list[_Row]:  # the rows on either side of a size
         at = bisect_left(fuller, (size,))
         return fuller[max(at - 1, 0) : at + 1]
 
+    half = difference / 2
     best: tuple[float, tuple[_Row, ...]] = (inf, ())
-    for row in near(wanted):
+    for row in near(half):
         if 0 < row[0] < difference:
-            best = min(best, (abs(row[0] - wanted), (row,)))
-    if best[0] <= wanted / 2 or not fuller or fuller[-1][0] <= wanted:
+            best = min(best, (abs(row[0] - half), (row,)))
+    if best[0] <= half / 2 or not fuller or fuller[-1][0] <= half:
         return best[1]  # a good step, or the longest row, which no exchange could better
     for back in emptier:
-        for row in near(back[0] + wanted):
+        for row in near(back[0] + half):
             over = row[0] - back[0]
-            if least <= over <= difference - least and abs(over - wanted) < best[0]:
-                best = (abs(over - wanted), (row, back))
+            if least <= over <= difference - least and abs(over - half) < best[0]:
+                best = (abs(over - half), (row, back))
     return best[1]

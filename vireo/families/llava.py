@@ -5,7 +5,10 @@ from vireo.families.entry import Family, Key
 FAMILY = Family(
     name="llava",
     auto_class="AutoModelForImageTextToText",
-    decoder_layers=("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"),
+    decoder_layers=(
+        *("LlamaDecoderLayer", "MistralDecoderLayer"),
+        *("Qwen2DecoderLayer", "Qwen3DecoderLayer"),
+    ),
     vision_layers=("CLIPEncoderLayer", "SiglipEncoderLayer"),
     parts={
         "vision": ("model.vision_tower",),
