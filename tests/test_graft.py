@@ -271,7 +271,7 @@ def test_strings_are_written_byte_for_byte_as_before(name: str) -> None:
     for talk, tools, prompt in product(TALK, (None, TOOLS), (False, True)):
         found = written(with_images(template, get_family("llava")), talk, tools, prompt)
         assert found == written(template, talk, tools, prompt)
-        assert name in OTHERS or not found.startswith("refused")
+        assert name in OTHERS or talk is TALK[-1] or not found.startswith("refused")
 
 
 def written(template: str, talk: list[dict], tools: Any, prompt: bool) -> str:

@@ -30,5 +30,8 @@ FAMILY = Family(
         "</image_id>",
     ),
     can_pack=False,
-    limits=("Rows are padded: the state of linear attention would leak from row to row.",),
+    limits=(
+        "Rows are padded: the state of linear attention would leak from row to row.",
+        "transformers 5.17 cannot run pictures of different sizes together; 5.12 and 5.19 can.",
+    ),
 )

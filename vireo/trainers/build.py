@@ -47,6 +47,8 @@ def build_engine(
     family, folder = renderer.family, renderer.model_path
     wanted = settings.fsdp.mp_dtype or ("bf16" if parallel.device.type == "cuda" else "fp32")
     dtype = torch.bfloat16 if wanted == "bf16" else torch.float32
+    if dtype == torch.float32:  # by default convolutions round to TF32
+        torch.backends.cudnn.allow_tf32 = False
     frozen = frozen_parts(settings)
     lora, adapter = lora_of(settings.lora, frozen)
     wrap = settings.fsdp.auto_wrap_cls
