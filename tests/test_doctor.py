@@ -24,7 +24,7 @@ from tests.tiny_models import renderer, tiny
 from vireo import cli
 from vireo.data import images as decoder
 from vireo.data.loader import Plan, StepLoader
-from vireo.data.packing import by_tokens
+from vireo.data.packing import balance, by_tokens
 from vireo.data.readers import open_rows
 from vireo.errors import InputError, RowError
 from vireo.report.doctor import doctor
@@ -302,13 +302,26 @@ def test_steps_and_packing_are_those_of_the_trainers_loader(world, tmp_path):
         num_epochs=3,
     )
     rows, made = open_rows(path, on_bad_row="skip"), renderer(MODEL, budget=120)
-    plan, packs, steps = Plan(len(rows), 6, 1, 42), [], 0
-    for rank in range(world):
-        for item in StepLoader(rows, made, plan, rank=rank, world=world, stop=len(rows)):
-            steps += rank == 0
-            packs += by_tokens(item.examples, 120)
-    assert report["steps"]["per_epoch"] == steps
-    assert report["steps"]["total"] == 3 * steps
+    plan, packs = Plan(len(rows), 6, 1, 42), []
+    loaders = [
+        StepLoader(rows, made, plan, rank=r, world=world, stop=len(rows)) for r in range(world)
+    ]
+    steps = list(zip(*([item.examples for item in loader] for loader in loaders)))
+    for dealt in steps:
+        moves = balance([[len(row) for row in mine] for mine in dealt], 120)
+        away = {(move.source, move.row): move.target for move in moves}
+        for rank in range(world):
+            packs += by_tokens(
+                [
+                    row
+                    for source, mine in enumerate(dealt)
+                    for i, row in enumerate(mine)
+                    if away.get((source, i), source) == rank
+                ],
+                120,
+            )
+    assert report["steps"]["per_epoch"] == len(steps)
+    assert report["steps"]["total"] == 3 * len(steps)
     packed = report["micro_batches"]["packed"]
     assert packed["micro_batches"] == len(packs)
     assert packed["filled_share"] == round(sum(b.tokens for b in packs) / (120 * len(packs)), 4)

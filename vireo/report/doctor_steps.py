@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vireo.data.loader import Plan, StepLoader
-from vireo.data.packing import micro_batches, padding_share
+from vireo.data.packing import balance, micro_batches, padding_share
 from vireo.data.ragged import BASE_KEYS, Batch, Example
 from vireo.report.doctor import Look
 from vireo.report.figures import share
@@ -34,18 +34,24 @@ def foretell(settings: Settings, world: int, look: Look) -> dict[str, Any]:
     if budget and family.can_pack:
         made["packed"] = []
     count, zero = min(SIMULATED, plan.steps_per_epoch), torch.zeros(1, dtype=torch.long)
-    for rank in range(world):
-        stop = plan.position(count)
-        loader = StepLoader(look.rows, look.renderer, plan, rank=rank, world=world, stop=stop)
-        for mine, _ in loader.steps():
-            light = [  # as long as the rows, without memory for their tokens
+    stop = plan.position(count)
+    loaders = [
+        StepLoader(look.rows, look.renderer, plan, rank=rank, world=world, stop=stop)
+        for rank in range(world)
+    ]
+    for step in zip(*(loader.steps() for loader in loaders)):
+        dealt = [
+            [  # as long as the rows, without memory for their tokens
                 Example({"input_ids": zero.expand(look.lengths[i])}, BASE_KEYS, look.images[i])
                 for i in mine
                 if look.lengths[i]
             ]
+            for mine, _ in step
+        ]
+        for rows in _evened(dealt, budget) if budget else dealt:
             for how, batches in made.items():
                 batches += micro_batches(
-                    light,
+                    rows,
                     rows=size.chunk,
                     budget=budget,
                     can_mix=family.can_mix,
@@ -59,3 +65,15 @@ def foretell(settings: Settings, world: int, look: Look) -> dict[str, Any]:
             found[how]["filled_share"] = share(tokens, budget * len(batches))
     found["padded"]["padding_share"] = padding_share(made["padded"])
     return {"steps": steps, "micro_batches": found}
+
+
+def _evened(dealt: list[list[Example]], budget: int) -> list[list[Example]]:
+    """The rows of each rank of a step, as ranks pass them on (see `vireo.data.packing.evened`)."""
+    moves = {
+        (m.source, m.row): m.target for m in balance([list(map(len, d)) for d in dealt], budget)
+    }
+    held: list[list[Example]] = [[] for _ in dealt]
+    for rank, rows in enumerate(dealt):
+        for i, row in enumerate(rows):
+            held[moves.get((rank, i), rank)].append(row)
+    return held
