@@ -407,6 +407,7 @@ def test_the_limit_follows_what_a_model_makes_of_rounding_and_no_fault(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "llama", "mllama", "gemma3"])
 def test_the_grid_passes_on_a_gpu(name: str) -> None:
     report = check_family(tiny(name))
