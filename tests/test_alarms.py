@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 from tests.launch import torchrun
 from tests.ranks.cases import engine_for, examples_of
 from tests.rows import write_rows
-from tests.tiny_models import FAMILIES
+from tests.tiny_models import FAMILIES, assistant, noise, row, user
 from vireo import parallel as parallel_module
 from vireo.data.packing import micro_batches
 from vireo.data.ragged import Batch
+from vireo.data.render import Renderer
 from vireo.errors import VireoError
 from vireo.families.tiny import build
 from vireo.models.attention import packed_rows
@@ -93,6 +95,26 @@ def test_values_that_are_no_numbers_are_said() -> None:
     assert complaint({"check/blindness": nan}, torch.float32)
     assert complaint({"check/packed_vs_alone": 0.05}, torch.bfloat16) is None
     assert complaint({"check/packed_vs_alone": 0.05}, torch.float32)
+
+
+def test_a_row_that_ends_with_a_picture_is_seen(base: Path) -> None:
+    """No answer stands behind its picture; other pixels change what does."""
+    engine, rows = engine_and_rows(base)
+    made = Renderer(str(base / "model"))
+    talk = row(user("Hi."), assistant("Yes?"), user(0, "See?"), images=[noise(60, 60)])
+    found = look(engine, [Batch.of([rows[1], made.example(talk)])])
+    assert found["check/packed_vs_alone"] < 1e-5
+    assert found["check/blindness"] > 1e-3
+
+
+def test_no_number_on_any_rank_is_said(base: Path) -> None:
+    """A maximum over ranks may lose what is no number; infinity stays."""
+    engine, rows = engine_and_rows(base)
+    with torch.no_grad():
+        engine.policy.hf.lm_head.weight.fill_(float("nan"))
+    found = look(engine, [Batch.of(rows)])
+    assert found == {"check/packed_vs_alone": math.inf, "check/blindness": -math.inf}
+    assert complaint(found, torch.float32)
 
 
 def test_text_has_no_blindness_and_nothing_has_no_value(base: Path) -> None:

@@ -459,6 +459,11 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
     refused(text_folder("llama", True, SPARE), out, words, "mllama")
 
 
+def test_a_tower_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--tower small: expected published or demo"):
+        graft(str(text_folder("llama", True, SPARE)), "llava", tmp_path / "out", tower="small")
+
+
 def test_sizes_that_the_family_cannot_have_are_refused(tmp_path: Path) -> None:
     lm = shutil.copytree(text_folder("qwen2", True, SPARE), tmp_path / "lm")
     config = transformers.AutoConfig.from_pretrained(lm)
@@ -531,7 +536,8 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys) -> None:
     command = ["graft", "--lm", str(lm), "--family", "smolvlm", "--tower", "demo", str(out)]
     assert cli.main(command) == 0
     said = capsys.readouterr().out
-    assert "39 control tokens added, embeddings of 448 rows (384 before), 307,200 new" in said
+    words = "tokens added: 39; rows of embeddings: 448 (384 before); new parameters: 307,200"
+    assert words in said
     assert f"wrote {out}" in said
     assert cli.main(command) == 2
     assert "is not empty" in capsys.readouterr().err

@@ -124,11 +124,11 @@ def write_colours(folder: Path) -> tuple[Path, Path, Path]:
 def test_a_real_text_model_learns_to_see_while_it_stands_still(smollm2, tmp_path: Path) -> None:
     """Two minutes of a CPU."""
     some, held, other = write_colours(tmp_path / "data")
-    flags = ("--freeze_language", "--freeze_vision=false", "--lr=5e-4", "--adam_beta2=0.98")
+    flags = ("--freeze_language", "--freeze_vision=false", "--lr=3e-4", "--adam_beta2=0.98")
     more = ("--lr_scheduler=cosine", "--warmup_ratio=0.1", "--max_steps=60", "--fsdp_enable=false")
     run = train(tmp_path / "run", smollm2[1], some, *flags, *more, "--fsdp_mp_dtype=fp32")
     found = losses(tmp_path / "run")
-    assert sum(found[-6:]) / 6 < 0.2 * found[0]
+    assert sum(found[-6:]) / 6 < 0.15 * found[0]
     out = export(run, tmp_path / "export")
     before, after = tensors(smollm2[1]), tensors(out)
     for name, value in before.items():
@@ -137,7 +137,7 @@ def test_a_real_text_model_learns_to_see_while_it_stands_still(smollm2, tmp_path
     engine, renderer = engine_for(str(out), parallel_module.start(shard=False))
     own, strange = (held_out_loss(engine, renderer, path) for path in (held, other))
     print(f"loss {found[0]:.2f}, then {sum(found[-6:]) / 6:.2f}; held out {own:.2f}, {strange:.2f}")
-    assert own < 0.6
+    assert own < 0.69  # of colours that are guessed
     assert strange > own + 0.3  # it looks at the picture
 
 

@@ -37,10 +37,11 @@ from vireo import parallel as parallel_module
 from vireo.data.conversation import Conversation, Image, Turn
 from vireo.data.ragged import BASE_KEYS, Batch, Example
 from vireo.data.render import Renderer
-from vireo.errors import RowError
+from vireo.errors import InputError, RowError
 from vireo.families import FAMILIES, get_family
 from vireo.families.tiny import build
-from vireo.models.names import named_parameters, unused_paths
+from vireo.models.build import empty_policy
+from vireo.models.names import named_parameters, unused_paths, wrap_classes
 
 LLAVAS = ["llava", "llava_next", "llava_onevision"]
 MINE = [*LLAVAS, "internvl"]
@@ -319,6 +320,15 @@ BACKBONES: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "InternVLVisionLayer",
     ),
 }
+
+
+def test_a_decoder_that_is_not_known_is_refused() -> None:
+    """Its layers would be neither sharded nor recomputed, and their attention may be another."""
+    config = transformers.AutoConfig.from_pretrained(tiny("llava"))
+    sizes = {n: getattr(config.text_config, n) for n in ("hidden_size", "vocab_size")}
+    config.text_config = transformers.Phi3Config(**sizes, num_hidden_layers=1, pad_token_id=0)
+    with pytest.raises(InputError, match=r"LlamaDecoderLayer, .*, but Phi3DecoderLayer: take"):
+        wrap_classes(empty_policy(config, FAMILIES["llava"]).hf, FAMILIES["llava"], None)
 
 
 @cache

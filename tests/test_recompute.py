@@ -11,7 +11,7 @@ import torch
 
 from tests.ranks.cases import examples_of, gradients
 from tests.rows import write_rows
-from tests.tiny_models import renderer
+from tests.tiny_models import renderer, tiny
 from vireo import parallel as parallel_module
 from vireo.data.ragged import Batch
 from vireo.errors import InputError
@@ -118,6 +118,26 @@ def test_auto_counts_what_a_layer_keeps(model: Path, monkeypatch: pytest.MonkeyP
             module.active = False
     whole = kept_bytes(built, batch)
     assert whole - three == pytest.approx(3 * (seen["kept"] - seen["given"]), rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_auto_foretells_what_a_layer_keeps_of_many_tokens(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a mask of all pairs of tokens (Gemma 3) and without one."""
+    seen: dict[str, float] = {}
+    monkeypatch.setattr(
+        recompute, "layers_needed", lambda _layers, kept, *_: seen.update(kept=kept) or 0
+    )
+    made, spec = renderer(family), ModelSpec(tiny(family), shard=False, recompute="auto")
+    policy, _ = build_policy(spec, made.config, made.family, parallel_module.start(shard=False))
+
+    def run(size: int) -> torch.Tensor:
+        return policy(Batch.of([made.empty(size)]).pack())
+
+    by_memory(policy, 2048, run)
+    layers = [m for m in policy.modules() if isinstance(m, Recomputed)]
+    assert seen["kept"] == pytest.approx(recompute._kept_by_layer(layers, run, 2048)[0], rel=0.01)
 
 
 def test_auto_recomputes_nothing_where_there_is_room(model: Path) -> None:

@@ -125,7 +125,7 @@ def test_booleans_are_bare_or_valued(argv, value):
         (["--grad_ckpt=false"], "none"),
         (["--grad_ckpt", "--seed", "1"], "full"),
         (["--grad_ckpt", "every-3"], "every-3"),
-        (["--grad-ckpt=auto"], "auto"),
+        (["--grad-ckpt=auto", "--max_tokens_per_gpu=9", "--global_batch_size=1"], "auto"),
     ],
 )
 def test_recomputation_is_a_switch_or_says_how_much(argv, value):

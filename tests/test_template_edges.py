@@ -206,3 +206,16 @@ def test_answers_that_nothing_could_end_are_refused(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="ends an answer"):
         Renderer(tiny("qwen3"), str(tmp_path))
+
+
+@pytest.mark.parametrize(("in_rows", "in_prompts"), [("", " "), ("", "\\n"), (" ", "\\n")])
+def test_rows_open_answers_as_prompts_do_whatever_the_white_space(in_rows, in_prompts):
+    """Also where one opening is a part of the other."""
+    body = "{{ '<|im_start|>' + m.role + '" + in_rows + "' + m.content + '<|im_end|>' }}"
+    opening = "<|im_start|>assistant" + in_prompts
+    one = made(loop(body, opening), f"space-{len(in_rows)}-{len(in_prompts)}")
+    prompt, _ = one.prompt(row(*FOUR))
+    text = one.tokenizer.decode(prompt.fields["input_ids"])
+    assert text.endswith(opening.replace("\\n", "\n"))
+    assert text_of(one, *FOUR).endswith(f"{opening}«two<|im_end|>»".replace("\\n", "\n"))
+    assert text_of(one, *FOUR).replace("«", "").replace("»", "").startswith(text)

@@ -98,13 +98,13 @@ def _tiny(argv: list[str]) -> None:
 
 
 def _graft(argv: list[str]) -> None:
+    from vireo.families.graft import SIZES
+
     parser = _Parser("graft")
     parser.add_argument("--lm", required=True, help="folder or Hub name of the text model")
     parser.add_argument("--family", required=True, help="model family to make of it")
     parser.add_argument("out", help="folder to write")
-    parser.add_argument(
-        "--tower", choices=("published", "demo"), help="its size; demo is for a CPU"
-    )
+    parser.add_argument("--tower", choices=SIZES, help="its size (default: published)")
     parser.add_argument("--seed", type=int, help="seed of the new random weights")
     given = parser.read(argv)
     from vireo.models.graft import graft
@@ -113,8 +113,8 @@ def _graft(argv: list[str]) -> None:
     made = graft(**given)
     before, after = made.rows
     print(
-        f"{len(made.tokens)} control tokens added, embeddings of {after:,} rows ({before:,} "
-        f"before), {made.parameters:,} new parameters"
+        f"control tokens added: {len(made.tokens)}; rows of embeddings: {after:,} ({before:,} "
+        f"before); new parameters: {made.parameters:,}"
     )
     print(f"wrote {given['out']}")
 

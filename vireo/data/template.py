@@ -49,7 +49,7 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=prompt,
             )
-            return text.replace(*self._respelt)
+            return self._respell(text)
         except Exception as error:  # a template is a program of its own
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             what = " ".join(str(error).split())[:300]
@@ -159,7 +159,7 @@ class ChatTemplate:
         if probe not in last or probe not in middle:
             raise InputError("the model's chat template leaves out what the assistant says")
         self._respelt = self._respelling(first, prompt, last, probe)
-        last, middle = last.replace(*self._respelt), middle.replace(*self._respelt)
+        last, middle = self._respell(last), self._respell(middle)
         if self.parts and (str(content) in last or json.dumps(content) in last):
             raise InputError(
                 "the model's chat template takes no images: it writes a list of parts as it is; "
@@ -192,6 +192,13 @@ class ChatTemplate:
             if known and row.split() == opening.split() and not row.startswith(opening):
                 return row, opening
         return "", ""
+
+    def _respell(self, text: str) -> str:
+        """Every opening of an answer as prompts have it; one may be a part of the other."""
+        if not all(self._respelt):
+            return text
+        either = "|".join(re.escape(s) for s in sorted(self._respelt, key=len, reverse=True))
+        return re.sub(either, lambda _: self._respelt[1], text)
 
     def _token_after(self, text: str, probe: str) -> str | None:
         """The control token that follows the probe, if nothing but white space is between."""

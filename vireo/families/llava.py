@@ -1,4 +1,4 @@
-"""LLaVA 1.5: a CLIP tower (SigLIP in LLaVA-Interleave), a projector of two layers, any decoder."""
+"""LLaVA 1.5: a CLIP tower (SigLIP in LLaVA-Interleave), a projector of two layers, a decoder."""
 
 from vireo.families.entry import Family, Key
 

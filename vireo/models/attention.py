@@ -117,7 +117,7 @@ def attend(
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTD))
     left = -1 if sliding_window is None else sliding_window - 1
     more: dict[str, Any] = dict.fromkeys(_GROUPED, q_1HTD.shape[1] != k_1GTD.shape[1])
-    more |= {"scale": scaling, "window_size": (left, 0 if causal else -1)}
+    more |= {"scale": scaling, "window_size": (left, 0 if causal else left)}
     cu, longest = bounds.cu, bounds.longest
     out_THD: Any = varlen_attn(q_THD, k_TGD, v_TGD, cu, cu, longest, longest, **more)
     return out_THD[None], None

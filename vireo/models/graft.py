@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from vireo.data.render import Renderer
 from vireo.errors import InputError, VireoError, first_line
 from vireo.families import Family, get_family
-from vireo.families.graft import builder_of
+from vireo.families.graft import SIZES, builder_of
 from vireo.hub import local_folder
 from vireo.models.build import give_memory
 from vireo.models.layout import save_as_published, some
@@ -89,6 +89,8 @@ def graft(
         builder = builder_of(family)
     except LookupError as error:
         raise InputError(f"--family {family}: {error}") from error
+    if tower not in SIZES:
+        raise InputError(f"--tower {tower}: expected {' or '.join(SIZES)}")
     entry, folder = get_family(family), local_folder(lm)
     text = _text_config(folder, entry, builder.TEXT)
     tokenizer, template = _tokenizer(folder)

@@ -91,9 +91,6 @@ class Layout:
                 raise InputError(misshapen(path, piece.key, piece.shape, wanted[inner][1]))
         raise InputError(f"{path}: {pieces[0].key} cannot be converted to {name}")
 
-    def _fits(self, name: str, value: Tensor) -> bool:
-        return name in self.known and self.known[name].shape == value.shape
-
     def _converter(self, pieces: list[Stored]) -> Any:
         return next(c for c in self.converters if pieces[0].pattern in c.source_patterns)
 

@@ -69,6 +69,13 @@ def wrap_classes(
     """
     present = {type(module).__name__ for module in model.modules()}
     mine = set(family.decoder_layers) & present
+    if not mine:
+        others = sorted(n for n in present if n.endswith("DecoderLayer"))
+        raise InputError(
+            f"this {family.name} model has no decoder layer of a kind that is known here "
+            f"({', '.join(family.decoder_layers)}), but {', '.join(others) or 'others'}: take a "
+            "model with one of them"
+        )
     if not wanted:
         return mine, ""
     tower = sorted(set(wanted) & set(family.vision_layers))

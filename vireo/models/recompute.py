@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 # Share of the memory for what is not counted: vision tower, head, fragments.
 RESERVE = 0.2
-PROBE = 256  # tokens, and twice as many
+PROBE = 256  # tokens; also twice and three times as many
 
 
 class Recomputed(CheckpointWrapper):
@@ -52,13 +52,16 @@ def by_memory(policy: nn.Module, tokens: int, run: Callable[[int], Any]) -> str:
     """Activate as few layers as let a micro-batch of `tokens` fit into memory; a line about it.
 
     `run(n)` does a forward of n tokens with gradients and returns its output (to be dropped);
-    collective. What a layer keeps for its backward pass is counted at two sizes: it grows by so
-    many bytes a token, from what does not grow (copies of weights in the compute type).
+    collective. What a layer keeps for its backward pass is counted at three sizes: beside bytes of
+    each token there are those that do not grow (copies of weights in the compute type), and those
+    of each pair of tokens, where attention has a mask.
     """
     layers = [module for module in policy.modules() if isinstance(module, Recomputed)]
-    small, given = _kept_by_layer(layers, run, PROBE)
-    large, _ = _kept_by_layer(layers, run, 2 * PROBE)
-    kept = large + (large - small) / PROBE * (tokens - 2 * PROBE)
+    once, given = _kept_by_layer(layers, run, PROBE)
+    twice, thrice = (_kept_by_layer(layers, run, n * PROBE)[0] for n in (2, 3))
+    more, bend = twice - once, max(0, thrice - 2 * twice + once)
+    steps = tokens / PROBE - 1
+    kept = once + steps * more + steps * (steps - 1) / 2 * bend  # a parabola through the three
     free = memory_left(policy)
     count = layers_needed(len(layers), kept, given / PROBE * tokens, free)
     for i, layer in enumerate(layers):  # spread evenly

@@ -375,6 +375,15 @@ class Settings(Section):
     lora: LoraSettings = Field(default_factory=LoraSettings)
     run: RunSettings = Field(default_factory=RunSettings)
 
+    @model_validator(mode="after")
+    def _rules(self) -> Settings:
+        if self.fsdp.grad_ckpt == "auto" and self.batch.max_tokens_per_gpu is None:
+            raise ValueError(
+                "--grad_ckpt auto needs --max_tokens_per_gpu, to know what must fit; give it with "
+                "--global_batch_size, or use --grad_ckpt full"
+            )
+        return self
+
     def to_yaml(self) -> str:
         """Every setting with its value, in a form that `--config` reads back to an equal object."""
         import yaml

@@ -44,6 +44,8 @@ def idle_settings(settings: Settings) -> list[str]:
         notices.append("--hub_private is for --push_to_hub, and has no effect")
     if settings.run.eval_steps and settings.data.eval_file is None:
         notices.append("--eval_steps has no effect without --eval_file")
+    if settings.run.check_action == "stop" and not settings.run.check_steps:
+        notices.append("--check_action has no effect with --check_steps 0")
     if settings.fsdp.checkpoint == "full" and not settings.fsdp.enable:
         notices.append("--fsdp_checkpoint has no effect with --fsdp_enable false")
     return notices

@@ -6,13 +6,14 @@ falls a little slower. So every so many steps one row of a step is scored again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from vireo.data.ragged import Batch, Example
+from vireo.data.ragged import IGNORE, Batch, Example
 from vireo.training.engine import TrainEngine
 
 # Mean |difference of log-probabilities| over a row's answer. float32: measured <= 1e-6. bf16: the
@@ -35,11 +36,14 @@ def look(engine: TrainEngine, micro_batches: Sequence[Batch]) -> dict[str, float
     idle, rows = at is None, batch.examples()
     row = rows[at or 0]
     beside = _answers(engine.forward(batch)[0], rows)[at or 0]
+    row = _to_its_end(row)
     alone = engine.forward(Batch.of([row]))[0]
     unseen = engine.forward(Batch.of([_unseen(row)]))[0]
     engine.reshard()
-    apart = float((beside - alone).abs().mean())
+    apart = float((beside - alone[: len(beside)]).abs().mean())
     change = float((alone - unseen).abs().mean())
+    if math.isnan(apart + change):  # which the maximum over ranks may lose
+        apart, change = math.inf, -math.inf
     has_images = not idle and row.images > 0
     most, blindest, any_row, any_image = engine.parallel.max(
         [
@@ -92,6 +96,14 @@ def _chosen(engine: TrainEngine, micro_batches: Sequence[Batch]) -> tuple[Batch,
 def _answers(logprobs: Tensor, rows: Sequence[Example]) -> list[Tensor]:
     """The log-probabilities of each row, from those of all supervised tokens in reading order."""
     return list(logprobs.split([row.supervised for row in rows]))
+
+
+def _to_its_end(row: Example) -> Example:
+    """The row with what follows its last answer scored, too: its pictures may stand there."""
+    ids, labels = row.fields["input_ids"], row.fields["labels"].clone()
+    behind = int((labels != IGNORE).nonzero()[-1]) + 1
+    labels[behind:] = ids[behind:]
+    return replace(row, fields=row.fields | {"labels": labels})
 
 
 def _unseen(row: Example) -> Example:
