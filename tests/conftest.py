@@ -32,6 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if names - QUICK and item.path.stem in OF_EVERY_FAMILY:
             item.add_marker(pytest.mark.slow)
 
+
 # Where transformers keeps copies of the code that a model brings along: not in the home folder.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)

@@ -36,7 +36,7 @@ def look(engine: TrainEngine, micro_batches: Sequence[Batch]) -> dict[str, float
     idle, rows = at is None, batch.examples()
     row = rows[at or 0]
     beside = _answers(engine.forward(batch)[0], rows)[at or 0]
-    row = _to_its_end(row)
+    row = _to_its_end(row, engine.policy.hf.config.get_text_config().vocab_size)
     alone = engine.forward(Batch.of([row]))[0]
     unseen = engine.forward(Batch.of([_unseen(row)]))[0]
     engine.reshard()
@@ -98,11 +98,14 @@ def _answers(logprobs: Tensor, rows: Sequence[Example]) -> list[Tensor]:
     return list(logprobs.split([row.supervised for row in rows]))
 
 
-def _to_its_end(row: Example) -> Example:
-    """The row with what follows its last answer scored, too: its pictures may stand there."""
+def _to_its_end(row: Example, vocabulary: int) -> Example:
+    """The row with what follows its last answer scored, too: its pictures may stand there.
+
+    An image token may be one that the head has no logit for.
+    """
     ids, labels = row.fields["input_ids"], row.fields["labels"].clone()
     behind = int((labels != IGNORE).nonzero()[-1]) + 1
-    labels[behind:] = ids[behind:]
+    labels[behind:] = ids[behind:].where(ids[behind:] < vocabulary, IGNORE)
     return replace(row, fields=row.fields | {"labels": labels})
 
 
