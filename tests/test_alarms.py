@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.launch import torchrun
 from tests.ranks.cases import engine_for, examples_of
@@ -20,6 +22,7 @@ from vireo.data.ragged import Batch
 from vireo.errors import VireoError
 from vireo.families.tiny import build
 from vireo.models.attention import packed_rows
+from vireo.models.policy import Policy
 from vireo.settings import load_settings
 from vireo.trainers import registry
 from vireo.training.alarms import complaint, look
@@ -86,6 +89,21 @@ def test_a_planted_fault_is_said(
     text = complaint(look(engine, [Batch.of(rows)]), torch.float32)
     assert text is not None
     assert said in text
+
+
+def test_attention_that_a_family_cannot_have_is_said(tmp_path: Path) -> None:
+    """Gemma 3 sees images in both directions, which attention without masks cannot: a row by itself
+    is as wrong as beside others."""
+    wrong = replace(FAMILIES["gemma3"], varlen=("language",))
+    folder = build("gemma3", tmp_path / "model", size="test")
+    write_rows(tmp_path / "data", [1, 2], SIZES)
+    engine, rows = engine_and_rows(tmp_path)
+    assert complaint(look(engine, [Batch.of(rows)]), torch.float32) is None
+    hf = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    engine.policy = Policy(hf, wrong, None)
+    text = complaint(look(engine, [Batch.of(rows)]), torch.float32)
+    assert text is not None
+    assert "a row beside others has other log-probabilities than alone" in text
 
 
 def test_values_that_are_no_numbers_are_said() -> None:

@@ -249,7 +249,28 @@ def repeat_first(example: Example) -> None:
 
 
 # What is wrong, what of the grid must fail, and words of the first of these.
+def parts_of(name: str, **changed: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    return FAMILIES[name].parts | changed
+
+
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Subject], set[str], str]] = {
+    "tower and projector are taken for each other": (
+        with_entry(
+            "internvl",
+            parts=parts_of(
+                "internvl",
+                vision=FAMILIES["internvl"].parts["projector"],
+                projector=FAMILIES["internvl"].parts["vision"],
+            ),
+        ),
+        {"layer classes exist"},
+        "is in the part 'projector', expected 'vision'",
+    ),
+    "the head is somewhere else": (
+        with_entry("internvl", parts=parts_of("internvl", head=("model.language_model.norm",))),
+        {"parts cover the model"},
+        "parts: head is at model.language_model.norm, and in the model at 'lm_head'",
+    ),
     "1-D positions": (
         one_dimensional,
         {"loss = the family's own", "positions matter"},

@@ -1,6 +1,7 @@
 """A family's entry says what is true of the real classes: layers, parts, processor keys."""
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import transformers
 from PIL import Image
 
 from tests.tiny_models import FAMILIES
-from vireo.families import family_of, get_family
+from vireo.families import Key, family_of, get_family
 from vireo.families.tiny import build
 from vireo.models.names import part_of
 
@@ -99,3 +100,10 @@ def test_image_tokens_are_single_special_tokens(loaded):
     for token in entry.image_tokens:
         (token_id,) = tokenizer.encode(token, add_special_tokens=False)
         assert tokenizer.added_tokens_decoder[token_id].special
+
+
+def test_a_misspelt_kind_is_refused():
+    with pytest.raises(ValueError, match=r"Key\('pakced'\): expected one of token, packed, padded"):
+        Key("pakced")
+    with pytest.raises(ValueError, match="llama: positions '3d', expected one of 1d, mrope"):
+        replace(get_family("llama"), positions="3d")

@@ -74,6 +74,12 @@ def layer_classes(subject: Subject) -> Finding:
             continue
         if not set(names) & present:
             wrong.append(f"{what}: the model has no {' nor '.join(names)}")
+        elsewhere = [
+            f"{what}: {path} is in the part {found!r}, expected {part!r}: mend `parts`"
+            for path, module in hf.named_modules()
+            if type(module).__name__ in names and (found := part_of(path, family)) != part
+        ]
+        wrong += elsewhere[:1]
         lists = [
             (sum(p.numel() for p in module.parameters()), path, module)
             for path, module in hf.named_modules()
@@ -98,6 +104,15 @@ def parts_cover_the_model(subject: Subject) -> Finding:
         for path in paths
         if path not in known
     ]
+    own = dict(hf.named_modules())
+    for part, module in (
+        ("embeddings", hf.get_input_embeddings()),
+        ("head", hf.get_output_embeddings()),
+    ):
+        paths = family.parts.get(part, ())
+        if paths and not any(own.get(path) is module for path in paths):
+            path = next(path for path, one in own.items() if one is module)
+            wrong.append(f"parts: {part} is at {', '.join(paths)}, and in the model at {path!r}")
     wrong += [f"varlen: there is no part {p!r}" for p in family.varlen if p not in family.parts]
     wrong += [
         f"{name} is in no part" for name, _ in named_parameters(hf) if part_of(name, family) is None

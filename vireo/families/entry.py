@@ -7,7 +7,10 @@ that runs a model and imports nothing of Vireo.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
+
+Kind = Literal["token", "packed", "padded"]
+Places = Literal["1d", "mrope"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,13 @@ class Key:
     (images of a row, crops of an image): these are padded with `fill`.
     """
 
-    kind: Literal["token", "packed", "padded"]
+    kind: Kind
     fill: int | float = 0
     dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"Key({self.kind!r}): expected one of {', '.join(get_args(Kind))}")
 
     @property
     def axis(self) -> int:
@@ -58,7 +65,7 @@ class Family:
     around: tuple[str, str] = ("", "")
     # Tokens that only the processor may write: banned in sampling, plain text when typed.
     image_tokens: tuple[str, ...] = ()
-    positions: Literal["1d", "mrope"] = "1d"
+    positions: Places = "1d"
     can_pack: bool = True
     can_mix: bool = True  # rows with different numbers of images (or none) in one micro-batch
     # Parts whose attention takes sequences of any lengths end to end (see models.attention);
@@ -72,6 +79,11 @@ class Family:
     # language model sees the output: those above it are never trained either.
     tower_layers: str | None = None
     limits: tuple[str, ...] = ()  # what a person should know, one sentence each, for the matrix
+
+    def __post_init__(self) -> None:
+        if self.positions not in get_args(Places):
+            known = ", ".join(get_args(Places))
+            raise ValueError(f"{self.name}: positions {self.positions!r}, expected one of {known}")
 
     @property
     def has_vision(self) -> bool:

@@ -21,7 +21,7 @@ from vireo.data.model_folder import running_code
 from vireo.families import Family
 from vireo.models.load import fill_from_checkpoint
 from vireo.models.lora import Lora, add_adapters, fill_adapters, init_adapters
-from vireo.models.names import freeze, wrap_classes
+from vireo.models.names import check_layers, freeze, wrap_classes
 from vireo.models.policy import Policy
 from vireo.models.recompute import Recomputed, wrap_layers
 from vireo.parallel import Parallel, alone
@@ -69,6 +69,8 @@ def build_policy(
                 parameter.data = parameter.data.to(spec.dtype)
     else:
         freeze(policy.hf, family, set(spec.frozen))
+    if spec.shard or spec.recompute != "none":
+        check_layers(policy.hf, family)
     classes, notice = wrap_classes(policy.hf, family, list(spec.wrap) if spec.wrap else None)
     wrap_layers(policy.hf, classes, spec.recompute)
     if spec.shard:

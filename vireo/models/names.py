@@ -60,6 +60,19 @@ def unused_paths(model: nn.Module, family: Family) -> tuple[str, ...]:
     return tuple(f"{path}." for path in paths)
 
 
+def check_layers(model: nn.Module, family: Family) -> None:
+    """InputError where no decoder layer is of a kind that the entry knows: none would be sharded or
+    recomputed by itself."""
+    present = {type(module).__name__ for module in model.modules()}
+    if not set(family.decoder_layers) & present:
+        others = sorted(n for n in present if n.endswith("DecoderLayer"))
+        raise InputError(
+            f"this {family.name} model has no decoder layer of a kind that is known here "
+            f"({', '.join(family.decoder_layers)}), but {', '.join(others) or 'others'}: take a "
+            "model with one of them"
+        )
+
+
 def wrap_classes(
     model: nn.Module, family: Family, wanted: list[str] | None
 ) -> tuple[set[str], str]:
@@ -69,13 +82,6 @@ def wrap_classes(
     """
     present = {type(module).__name__ for module in model.modules()}
     mine = set(family.decoder_layers) & present
-    if not mine:
-        others = sorted(n for n in present if n.endswith("DecoderLayer"))
-        raise InputError(
-            f"this {family.name} model has no decoder layer of a kind that is known here "
-            f"({', '.join(family.decoder_layers)}), but {', '.join(others) or 'others'}: take a "
-            "model with one of them"
-        )
     if not wanted:
         return mine, ""
     tower = sorted(set(wanted) & set(family.vision_layers))

@@ -37,8 +37,9 @@ def look(engine: TrainEngine, micro_batches: Sequence[Batch]) -> dict[str, float
     row = rows[at or 0]
     beside = _answers(engine.forward(batch)[0], rows)[at or 0]
     row = _to_its_end(row, engine.policy.hf.config.get_text_config().vocab_size)
-    alone = engine.forward(Batch.of([row]))[0]
-    unseen = engine.forward(Batch.of([_unseen(row)]))[0]
+    # With a mask, as plain transformers does it: packing that is wrong is so with one row, too.
+    alone = engine.forward(Batch.of([row]), packing=False)[0]
+    unseen = engine.forward(Batch.of([_unseen(row)]), packing=False)[0]
     engine.reshard()
     apart = float((beside - alone[: len(beside)]).abs().mean())
     change = float((alone - unseen).abs().mean())

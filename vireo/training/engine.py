@@ -146,10 +146,12 @@ class TrainEngine:
             total += loss.detach()
         return float(total)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and loss weights of the supervised tokens, float32 [N] each."""
+    def forward(self, batch: Batch, packing: bool | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and loss weights of the supervised tokens, float32 [N] each; the rows
+        packed or padded as in training, unless `packing` says otherwise."""
         batch = batch.to(self.parallel.device)
-        inputs = batch.pack() if self.packing else batch.pad(self.pad_id)
+        packed = self.packing if packing is None else packing
+        inputs = batch.pack() if packed else batch.pad(self.pad_id)
         context: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self.autocast is not None:
             context = torch.autocast(self.parallel.device.type, self.autocast)
