@@ -459,6 +459,13 @@ def test_rows_of_a_file_stand_in_for_drawn_ones(tmp_path: Path) -> None:
     assert why.startswith("rows.json row 0 (id 'r0'")
 
 
+def test_a_row_of_a_file_without_its_picture_is_no_fault_of_the_family(tmp_path: Path) -> None:
+    file = write_rows(tmp_path, [0, 1])
+    (tmp_path / "0.png").unlink()
+    with pytest.raises(InputError, match=r"--rows .*rows.json: .*row 1 \(id 'r1'.*missing_image"):
+        open_subject(tiny("qwen2_5_vl"), str(file))
+
+
 # A family without an entry
 
 

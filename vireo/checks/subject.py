@@ -20,7 +20,7 @@ from vireo.data.nested import flatten
 from vireo.data.packing import micro_batches
 from vireo.data.ragged import IGNORE, Batch, Example
 from vireo.data.render import Renderer
-from vireo.errors import InputError
+from vireo.errors import InputError, RowError
 from vireo.families import Family
 from vireo.models.attention import NAME as VARLEN
 from vireo.models.build import ModelSpec, build_policy, empty_policy
@@ -257,6 +257,11 @@ def open_subject(
     given = None if rows is None else file_rows(rows)
     renderer = Renderer(model, trust_remote_code=trust_remote_code)
     family, parallel = renderer.family, start(shard=False)
+    for row in given or ():  # a picture that is not there is no fault of the family
+        try:
+            renderer.pictures(row)
+        except RowError as error:
+            raise InputError(f"--rows {rows}: {error.at(row.where)}") from error
     empty = empty_policy(deepcopy(renderer.config), family)  # a model marks the config it has
     parameters = sum(p.numel() for p in empty.parameters())
     needed = 4 * parameters / GIB

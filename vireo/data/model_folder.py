@@ -21,7 +21,9 @@ def load_config(path: str, trust_remote_code: bool = False) -> tuple[Any, Family
     """The model's config and family entry; InputError if `path` holds no model Vireo knows, or one
     that needs code of its own without `trust_remote_code`."""
     if (Path(path) / "adapter_config.json").exists():
-        raise InputError(f"{path} is an adapter: name its base here, and it with --lora_adapter")
+        raise InputError(
+            f"{path} is an adapter: name its base here (vireo train takes it by --lora_adapter)"
+        )
     if (Path(path) / "manifest.json").exists():
         raise InputError(f"{path} is a checkpoint of a run: turn it into a model by vireo export")
     if files := _own_code(path):
