@@ -41,7 +41,7 @@ from vireo.errors import InputError, RowError
 from vireo.families import FAMILIES, get_family
 from vireo.families.tiny import build
 from vireo.models.build import empty_policy
-from vireo.models.names import named_parameters, unused_paths, wrap_classes
+from vireo.models.names import check_layers, named_parameters, unused_paths
 
 LLAVAS = ["llava", "llava_next", "llava_onevision"]
 MINE = [*LLAVAS, "internvl"]
@@ -286,6 +286,7 @@ BACKBONES: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "Qwen2DecoderLayer",
         "SiglipEncoderLayer",
     ),
+    "llava, Qwen3": ("llava", {"model_type": "qwen3"}, "Qwen3DecoderLayer", "CLIPEncoderLayer"),
     "llava_next, Mistral": ("llava_next", {}, "MistralDecoderLayer", "CLIPEncoderLayer"),
     "llava_next, Llama": (
         "llava_next",
@@ -297,6 +298,12 @@ BACKBONES: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "llava_next",
         {"model_type": "qwen2"},
         "Qwen2DecoderLayer",
+        "CLIPEncoderLayer",
+    ),
+    "llava_next, Qwen3": (
+        "llava_next",
+        {"model_type": "qwen3"},
+        "Qwen3DecoderLayer",
         "CLIPEncoderLayer",
     ),
     "llava_onevision": ("llava_onevision", {}, "Qwen2DecoderLayer", "SiglipEncoderLayer"),
@@ -328,7 +335,7 @@ def test_a_decoder_that_is_not_known_is_refused() -> None:
     sizes = {n: getattr(config.text_config, n) for n in ("hidden_size", "vocab_size")}
     config.text_config = transformers.Phi3Config(**sizes, num_hidden_layers=1, pad_token_id=0)
     with pytest.raises(InputError, match=r"LlamaDecoderLayer, .*, but Phi3DecoderLayer: take"):
-        wrap_classes(empty_policy(config, FAMILIES["llava"]).hf, FAMILIES["llava"], None)
+        check_layers(empty_policy(config, FAMILIES["llava"]).hf, FAMILIES["llava"])
 
 
 @cache
