@@ -6,23 +6,20 @@ is new is random, and learns from images while the rest stands still.
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from tokenizers import AddedToken
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from vireo.aside import written_aside
 from vireo.data.render import Renderer
-from vireo.errors import InputError, VireoError, first_line
+from vireo.errors import InputError, first_line
 from vireo.families import Family, get_family
 from vireo.families.graft import SIZES, builder_of
 from vireo.hub import local_folder
@@ -108,7 +105,7 @@ def graft(
     hf = _whole(folder, config, weights, seed, entry)
     if not (Path(folder) / GENERATION).exists():
         hf.generation_config = GenerationConfig.from_model_config(text)
-    with _aside(out) as aside:
+    with written_aside(out) as aside:
         save_as_published(hf)
         hf.save_pretrained(aside)
         processor.save_pretrained(aside)
@@ -226,21 +223,3 @@ def _whole(folder: str, config: Any, weights: dict[str, Tensor], seed: int, fami
 
 def _is_new(name: str, family: Family) -> bool:
     return part_of(name, family) in ("vision", "projector")
-
-
-@contextmanager
-def _aside(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into, which becomes `out` when all is written."""
-    aside = out.with_name(f".writing-{out.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-        yield aside
-        if out.exists():
-            out.rmdir()
-        os.replace(aside, out)
-    except (OSError, SafetensorError) as error:
-        what = getattr(error, "strerror", None) or first_line(error)
-        raise VireoError(f"{out} cannot be written: {what}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

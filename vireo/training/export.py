@@ -6,7 +6,6 @@ Of a run with adapters: the adapters alone, as PEFT reads them, or merged into t
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -14,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vireo.aside import written_aside
 from vireo.data.model_folder import load_config
-from vireo.errors import InputError, VireoError, first_line
+from vireo.errors import InputError
 from vireo.families import family_of
 from vireo.hub import local_folder
 from vireo.models.build import empty_policy, give_memory, whole_model
@@ -139,23 +138,12 @@ def _write_aside(
     out: Path, hf: Path, write: Callable[[Path], None], small: list[str], card: str
 ) -> None:
     """Weights, small files of `hf` and card in a folder beside `out`, renamed when complete."""
-    aside = out.with_name(f".writing-{out.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
+    with written_aside(out) as aside:
         write(aside)
         for name in small:  # not config.json: the one just written names the type of the weights
             if (hf / name).exists():
                 shutil.copy2(hf / name, aside / name)
         (aside / "README.md").write_text(card)
-        if out.exists():
-            out.rmdir()
-        os.replace(aside, out)
-    except (OSError, SafetensorError) as error:
-        what = getattr(error, "strerror", None) or first_line(error)
-        raise VireoError(f"{out} cannot be written: {what}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _whole(path: Path, config: Any) -> Any:
