@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import struct
+import time
 import subprocess
 import sys
 from pathlib import Path
@@ -243,7 +244,12 @@ def test_wandb_gets_the_run_and_a_resumed_one_continues_it(open_folder, tmp_path
         folder.metrics({"step": 3, "loss": 0.125})
         raise ZeroDivisionError
 
+    # W&B's own process writes the files, and may be behind.
+    until = time.monotonic() + 30
     records = wandb_records(tmp_path / "run")
+    while sum(r.HasField("exit") for r in records) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+        records = wandb_records(tmp_path / "run")
     runs = [r.run for r in records if r.HasField("run")]
     name = json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"]
     assert {(r.run_id, r.project, r.display_name) for r in runs} == {(name, "ours", "first")}
@@ -256,6 +262,7 @@ def test_wandb_gets_the_run_and_a_resumed_one_continues_it(open_folder, tmp_path
         if r.HasField("history")
     ]
     by_step = {row["_step"]: row for row in history}
+    assert set(by_step) == {1, 2, 3}, history
     assert by_step[1]["train/loss"] == 0.5
     assert "train/note" not in by_step[1]
     assert by_step[2]["eval/loss"] == 0.25
