@@ -6,9 +6,9 @@ import contextlib
 import json
 import math
 import struct
-import time
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
