@@ -18,7 +18,7 @@ from vireo.data.references import ImageError, as_row_error, image_name, open_ref
 from vireo.errors import InputError
 
 __all__ = ["MAX_PIXELS", "ImageError", "as_row_error", "fit_image", "image_size_from_header"]
-__all__ += ["load_image"]
+__all__ += ["load_image", "resized"]
 
 MAX_PIXELS = 178_956_970  # where Pillow itself refuses: 0.7 GB as RGB
 
@@ -88,6 +88,21 @@ def fit_image(
             return square
         return square.resize((size, size), Image.Resampling.BICUBIC)
     raise InputError(f"image strategy {strategy!r} is unknown: expected 'longest' or 'pad_square'")
+
+
+def resized(image: Image.Image, size: tuple[int, int], processor: Any) -> Image.Image:
+    """The RGB picture at (width, height) `size`, by the code and the filter with which an image
+    processor of transformers resizes: torchvision's on whole numbers, or Pillow's."""
+    resample = Image.Resampling(processor.resample)
+    if not hasattr(processor, "backend") or processor.backend != "torchvision":
+        return image.resize(size, resample)
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.v2 import functional
+
+    mode = InterpolationMode[resample.name]
+    pixels = functional.pil_to_tensor(image)
+    pixels = functional.resize(pixels, [size[1], size[0]], interpolation=mode, antialias=True)
+    return functional.to_pil_image(pixels)
 
 
 def _value(ref: Any) -> Any:

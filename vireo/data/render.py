@@ -13,6 +13,8 @@ the ids again:
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,15 +22,25 @@ from tokenizers import AddedToken
 
 from vireo.data import chat_templates
 from vireo.data.conversation import Conversation, Image, ImageRef, Text, Turn
-from vireo.data.images import ImageError, as_row_error, fit_image, load_image
+from vireo.data.images import ImageError, as_row_error, fit_image, load_image, resized
 from vireo.data.model_folder import load_config, load_processor
 from vireo.data.nested import flatten
 from vireo.data.positions import Positions
+from vireo.data.prompt import Prompt
 from vireo.data.ragged import BASE_KEYS, IGNORE, Example
 from vireo.data.template import ChatTemplate, check_others, control_tokens
 from vireo.data.typed import MARK, Typed
 from vireo.errors import InputError, RowError
 from vireo.hub import local_folder
+
+
+@dataclass
+class _Encoded:
+    """An example, and its text and ids as they are before the processor expands the images."""
+
+    example: Example
+    text: str
+    ids: list[int]
 
 
 class Renderer:
@@ -72,6 +84,7 @@ class Renderer:
             template, tokenizer, parts=self.family.has_vision and not written, image=written
         )
         self.controls = control_tokens(tokenizer)
+        self._words = set(tokenizer.get_vocab().values())
         tokenizer.add_tokens(
             [AddedToken(MARK, special=True, normalized=False)], special_tokens=True
         )
@@ -94,7 +107,7 @@ class Renderer:
         render the row, a row over the length limit, or one with nothing to supervise.
         """
         try:
-            example = self._encode(row, row.turns, prompt=False)
+            example = self._encode(row, row.turns, prompt=False).example
             if example.supervised == 0:
                 raise RowError("no_assistant", "no token of the row carries loss")
             return example
@@ -110,9 +123,24 @@ class Renderer:
             last = answers[-1]
             if last == 0:
                 raise RowError("turn_order", "the row's only answer has nothing before it")
-            return self._encode(row, row.turns[:last], prompt=True), row.turns[last].text
+            return self._encode(row, row.turns[:last], prompt=True).example, row.turns[last].text
         except RowError as error:
             raise error.at(row.where) from error
+
+    def rollout(self, row: Conversation) -> Prompt:
+        """The row, less an answer that ends it, opened for generation: both sides' view of it.
+
+        RowError: as `example`, or the prompt leaves no room for an answer.
+        """
+        turns, answer = row.turns, None
+        if turns[-1].role == "assistant" and len(turns) > 1:
+            turns, answer = turns[:-1], turns[-1].text
+        try:
+            pictures = [self._sized(p) for p in self.pictures(row)]
+            made = self._encode(row, turns, prompt=True, pictures=pictures)
+        except RowError as error:
+            raise error.at(row.where) from error
+        return Prompt(made.example, made.ids, made.text, pictures, answer, row)
 
     def dummy(self) -> dict[str, torch.Tensor]:
         """The processor's tensors of one smallest image, for ranks that have none to show."""
@@ -121,7 +149,7 @@ class Renderer:
         turn = Turn("user", (Text("."),))
         blank = Pil.new("RGB", (8, 8), "white")
         text = self.template.render([turn], prompt=True) + (self.family.placeholder or "")
-        out = self._call(text, [blank])
+        out = self.call(text, [blank])
         if self.family.remote:  # which takes whole rows
             return out
         return {
@@ -154,10 +182,38 @@ class Renderer:
             raise as_row_error(error) from error
         return [fit_image(i, self.image_strategy, self.image_size, colour) for i in loaded]
 
+    def _sized(self, picture: Any) -> Any:
+        """The picture at the size that the processor would give it, by the processor's own resize:
+        its resize then has nothing to do, here and in an engine."""
+        if self.family.grid is None:
+            return picture
+        inner = self.processor.image_processor
+        try:
+            _, rows, columns = inner([picture], return_tensors="pt")[self.family.grid][0].tolist()
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise _refused([picture], error) from error
+        size = (columns * inner.patch_size, rows * inner.patch_size)
+        return picture if picture.size == size else resized(picture, size, inner)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        stops = {self.tokenizer.eos_token_id, self.pad_id}
+        if self.template.end_of_turn is not None:
+            stops.add(self.tokenizer.convert_tokens_to_ids(self.template.end_of_turn))
+        return tuple(sorted(stops - {None}))
+
+    @cached_property
+    def banned_ids(self) -> tuple[int, ...]:
+        """Tokens that no answer may have: those of images, which only a processor writes, and rows
+        of the output head that stand for no token."""
+        rows = range(self.config.get_text_config().vocab_size)
+        return tuple(i for i in rows if i in self.image_ids or i not in self._words)
+
     def _check_processor(self) -> None:
         """Raises InputError where the processor adds to a text, as some put a start before it."""
         text = self.template.render([Turn("user", (Text("."),))], prompt=True)
-        short, full = self._tokenize(text)["input_ids"], self._call(text, [])["input_ids"][0]
+        short, full = self._tokenize(text)["input_ids"], self.call(text, [])["input_ids"][0]
         if short != full.tolist():
             raise InputError(
                 f"the processor reads {text[:40]!r} as {self.tokenizer.decode(full)[:40]!r}: the "
@@ -184,7 +240,13 @@ class Renderer:
 
     # -- one processor call ------------------------------------------------------------------
 
-    def _encode(self, row: Conversation, turns: tuple[Turn, ...], prompt: bool) -> Example:
+    def _encode(
+        self,
+        row: Conversation,
+        turns: tuple[Turn, ...],
+        prompt: bool,
+        pictures: list[Any] | None = None,
+    ) -> _Encoded:
         if row.images and not self.family.has_vision:
             raise RowError("too_many_images", f"{len(row.images)} images for a text-only model")
         if len(row.images) > 1 and not self.many_images:
@@ -208,6 +270,7 @@ class Renderer:
                 text = text[:end] + stop + text[end:]
                 answers[-1] = slice(start, end + len(stop))
         text, typed = hidden.marked(text)
+        plain_text = _unmarked(text, typed)
         if slots:
             text, answers = self._write_around(text, answers)
         text, answers, marks = self._place_marks(text, answers, typed, slots)
@@ -217,13 +280,14 @@ class Renderer:
         # Hopeless rows (a book as a question) go before their images cost anything.
         least = len(plain["input_ids"]) - len(marks)
         self._check_length(least, " before its images are expanded" if slots else "")
-        out = self._call(text, self.pictures(row, slots))
-        example = self._align(plain, answers, marks, out, slots)
+        pictures = self.pictures(row, slots) if pictures is None else pictures[:slots]
+        out = self.call(text, pictures)
+        example, ids = self._align(plain, answers, marks, out, slots)
         example.where = row.where
         example.fields["loss_weight"] *= row.weight
         self._check_length(len(example), " with its images expanded" if slots else "")
         example.fields["positions"] = self.positions(example.fields)
-        return example
+        return _Encoded(example, plain_text, ids)
 
     def _check_length(self, tokens: int, when: str) -> None:
         if tokens > self.longest:
@@ -313,7 +377,8 @@ class Renderer:
         start = self.tokenizer.bos_token
         return self.family.has_vision and not (start and text.startswith(start))
 
-    def _call(self, text: str, images: list[Any]) -> dict[str, torch.Tensor]:
+    def call(self, text: str, images: list[Any]) -> dict[str, torch.Tensor]:
+        """What the processor makes of one text and its pictures; RowError where it refuses."""
         if not self.family.has_vision:
             ids = self.tokenizer([text], add_special_tokens=False, return_tensors="pt")
             return {"input_ids": ids["input_ids"]}
@@ -329,12 +394,7 @@ class Renderer:
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if not images:
                 raise RowError("template", f"the processor refuses the text: {error}") from error
-            sizes = ", ".join(f"{image.width} x {image.height}" for image in images[:9])
-            raise RowError(
-                "bad_image",
-                f"the processor refuses its image(s) of {sizes} pixels: {error}; a thin one can be "
-                "padded with --image_strategy pad_square",
-            ) from error
+            raise _refused(images, error) from error
 
     def _align(
         self,
@@ -343,13 +403,14 @@ class Renderer:
         marks: list[str | None],
         out: dict[str, torch.Tensor],
         slots: int,
-    ) -> Example:
-        """Labels for the expanded ids, the marks taken out."""
+    ) -> tuple[Example, list[int]]:
+        """Labels for the expanded ids, the marks taken out; and the ids before expansion."""
         short, offsets = plain["input_ids"], plain["offset_mapping"]
         full = out["input_ids"][0].tolist()
         token_keys = [n for n, k in self.family.keys.items() if k.kind == "token" and n in out]
         columns: dict[str, list] = {n: out[n][0].tolist() for n in token_keys}
         new: dict[str, list] = {name: [] for name in ("input_ids", "labels", *columns)}
+        unexpanded: list[int] = []
 
         def add(ids: list[int], loss: bool, values: slice) -> None:
             new["input_ids"] += ids
@@ -359,13 +420,14 @@ class Renderer:
                 new[name] += here if len(here) == len(ids) else here * len(ids)
 
         stops = [(span.start, span.stop) for span in answers]
-        parts_short, parts_full = _split(short, self.mark_id), _split(full, self.mark_id)
+        parts_short, parts_full = split_at(short, self.mark_id), split_at(full, self.mark_id)
         if len(parts_short) != len(parts_full) or len(parts_full) != len(marks) + 1:
             raise RowError("template", "the processor moved or repeated a part of the text")
         for j, ((a, ids), (b, ids_full)) in enumerate(zip(parts_short, parts_full)):
             if j > 0 and marks[j - 1] is None:  # an image slot: what the processor made of it
                 self._check_edges(ids_full)
                 add(ids_full, False, slice(b, b + len(ids_full)))
+                unexpanded += ids
                 continue
             if j > 0 and marks[j - 1]:
                 start = offsets[a - 1][0]
@@ -374,8 +436,10 @@ class Renderer:
                 )
                 # Other keys have of these tokens what the processor gave their mark.
                 add(literal, any(x <= start < y for x, y in stops), slice(b - 1, b))
+                unexpanded += literal
             if ids != ids_full:
                 raise RowError("template", "the processor changed text outside the image slots")
+            unexpanded += ids
             for k, token in enumerate(ids):
                 end = offsets[a + k][1]
                 loss = token not in self.image_ids and any(x < end <= y for x, y in stops)
@@ -390,7 +454,7 @@ class Renderer:
             n: out[n][0] for n, k in self.family.keys.items() if k.kind == "padded" and n in out
         }
         # Example checks lengths; positions are set by the caller once the ids are final.
-        return Example(fields, self.keys, images=slots)
+        return Example(fields, self.keys, images=slots), unexpanded
 
     def _check_edges(self, ids: list[int]) -> None:
         """Raises RowError where plain text, which could join the text beside it, ends a slot."""
@@ -428,7 +492,22 @@ def open_renderer(settings: Any) -> Renderer:
     )
 
 
-def _split(ids: list[int], mark: int) -> list[tuple[int, list[int]]]:
+def _refused(images: list[Any], error: Exception) -> RowError:
+    sizes = ", ".join(f"{image.width} x {image.height}" for image in images[:9])
+    return RowError(
+        "bad_image",
+        f"the processor refuses its image(s) of {sizes} pixels: {error}; a thin one can be "
+        "padded with --image_strategy pad_square",
+    )
+
+
+def _unmarked(text: str, typed: list[str]) -> str:
+    """The text with what a person typed in the place of each mark."""
+    parts = text.split(MARK)
+    return "".join(part for pair in zip(parts, [*typed, ""]) for part in pair)
+
+
+def split_at(ids: list[int], mark: int) -> list[tuple[int, list[int]]]:
     """(start, ids) of each run between marks."""
     runs, start = [], 0
     for i, token in enumerate([*ids, mark]):

@@ -6,11 +6,14 @@ that runs a model and imports nothing of Vireo.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Kind = Literal["token", "packed", "padded"]
+Growth = Literal["fill", "last"]
 Places = Literal["1d", "mrope"]
+Form = Literal["ids", "text"]
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,14 @@ class Key:
 
     `dim` is the dimension of the tokens (None: the last) or of the join (None: the first). Rows of
     a packed key, and of a token key whose `dim` is given, may differ in the other dimensions too
-    (images of a row, crops of an image): these are padded with `fill`.
+    (images of a row, crops of an image): these are padded with `fill`. `grow`: what a token key has
+    at the tokens of a response: `fill`, or what it has at the `last` token of the prompt.
     """
 
     kind: Kind
     fill: int | float = 0
     dim: int | None = None
+    grow: Growth = "fill"
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -78,6 +83,15 @@ class Family:
     # The tower's layers, by path, where `config.vision_feature_layer` says of which of them the
     # language model sees the output: those above it are never trained either.
     tower_layers: str | None = None
+    # What each engine is sent beside the pictures: ids with one placeholder an image, which it
+    # expands as the processor does (ids), or text (text). Engines not in `forms`: see `refused`.
+    forms: Mapping[str, Form] = field(
+        default_factory=lambda: {"embedded": "ids", "sglang": "ids", "vllm": "ids"}
+    )
+    refused: Mapping[str, str] = field(default_factory=dict)  # by engine, the reason
+    # The processor's key of [images, (frames, rows, columns)] in patches, from which an image's
+    # final size follows: an engine gets it at that size. None: engines get images as they are.
+    grid: str | None = None
     limits: tuple[str, ...] = ()  # what a person should know, one sentence each, for the matrix
 
     def __post_init__(self) -> None:

@@ -24,5 +24,7 @@ FAMILY = Family(
     image_tokens=("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
     # Published models have no pooling head; a config may.
     unused=("model.vision_tower.head",),
+    # What stands round an image joins the text beside it, so ids alone do not say what to expand.
+    forms={"embedded": "text", "sglang": "text", "vllm": "text"},
     limits=("Every image is shown at one size: no crops are made (do_pan_and_scan).",),
 )

@@ -23,5 +23,6 @@ FAMILY = Family(
     placeholder="<IMG_CONTEXT>",
     image_tokens=("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
     varlen=("language",),
+    forms={"embedded": "ids", "sglang": "text", "vllm": "ids"},
     tower_layers="model.vision_tower.encoder.layer",
 )

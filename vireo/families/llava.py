@@ -24,6 +24,8 @@ FAMILY = Family(
     # Both belong to the tower's own summary of an image, which the language model never sees.
     unused=("model.vision_tower.post_layernorm", "model.vision_tower.head"),
     tower_layers="model.vision_tower.encoder.layers",
+    forms={"embedded": "ids", "vllm": "ids"},
+    refused={"sglang": "SGLang shows such a model the first image of a request alone"},
     limits=(
         "The published chat templates write the images of a turn before its text.",
         "Pixtral, which has the same model type and a processor of its own, is not supported.",

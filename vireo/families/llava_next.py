@@ -17,5 +17,7 @@ FAMILY = replace(
         "pixel_values": Key("packed"),  # [images, most crops, 3, height, width]
         "image_sizes": Key("packed"),  # [images, 2], of which the model counts the crops
     },
+    forms={"embedded": "ids", "sglang": "text", "vllm": "ids"},
+    refused={},
     limits=llava.FAMILY.limits[:1],
 )

@@ -31,6 +31,7 @@ FAMILY = Family(
         "<image_id>",
         "</image_id>",
     ),
+    forms={"embedded": "text", "sglang": "text", "vllm": "text"},
     can_pack=False,  # its forward takes slices by their places in a row
     limits=(
         "Not run on a published checkpoint: tested with a stand-in that has the same inputs and "

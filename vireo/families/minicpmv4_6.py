@@ -30,6 +30,7 @@ FAMILY = Family(
         "</image_id>",
     ),
     can_pack=False,
+    forms={"embedded": "ids", "sglang": "text", "vllm": "ids"},
     limits=(
         "Rows are padded: the state of linear attention would leak from row to row.",
         "transformers 5.17 cannot run pictures of different sizes together; 5.12 and 5.19 can.",

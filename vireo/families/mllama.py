@@ -18,7 +18,7 @@ FAMILY = Family(
         "pixel_values": Key("padded"),  # [images, tiles, 3, height, width]
         "aspect_ratio_ids": Key("padded"),  # [images]
         "aspect_ratio_mask": Key("padded"),  # [images, tiles]
-        "cross_attention_mask": Key("token", dim=0),  # [T, images, tiles]
+        "cross_attention_mask": Key("token", dim=0, grow="last"),  # [T, images, tiles]
     },
     placeholder="<|image|>",
     expands=False,
@@ -28,5 +28,7 @@ FAMILY = Family(
     # attends to all images of the micro-batch's shape alike, so only rows with the same number of
     # images have the values that they have alone.
     can_mix=False,
+    forms={"embedded": "ids", "sglang": "ids"},
+    refused={"vllm": "vLLM has not had this model since 0.10.2"},
     limits=("Rows are padded: a token may attend to the images of every row of a sequence.",),
 )

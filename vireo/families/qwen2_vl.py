@@ -32,4 +32,5 @@ FAMILY = Family(
     ),
     positions="mrope",
     varlen=("language", "vision"),
+    grid="image_grid_thw",
 )

@@ -28,6 +28,7 @@ FAMILY = Family(
         *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
     ),
     varlen=("language",),
+    forms={"embedded": "ids", "sglang": "text", "vllm": "ids"},
     limits=(
         "A tile whose pixels are all exactly the processor's mean is taken for padding and refused "
         "by the model; with the published mean of 0.5 there is none.",

@@ -7,6 +7,8 @@ computed again in the backward pass instead of being kept.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -14,26 +16,55 @@ from torch.utils.checkpoint import checkpoint
 CHUNK = 2048  # positions; 2048 x 152,000 float32 logits are 1.2 GB
 
 
+@dataclass(frozen=True)
+class Softmax:
+    """The distribution that an engine samples from, before it cuts off a tail (top-p, top-k).
+
+    Logits are divided by `temperature`; tokens of `banned` (ids, any order) have no probability.
+    """
+
+    temperature: float = 1.0
+    banned: tuple[int, ...] = ()
+
+
 def token_logprobs(
-    hidden_NH: Tensor, head: nn.Module, targets_N: Tensor, softcap: float | None = None
+    hidden_NH: Tensor,
+    head: nn.Module,
+    targets_N: Tensor,
+    softcap: float | None = None,
+    softmax: Softmax | None = None,
 ) -> Tensor:
     """log p(target) in float32, shape [N], from hidden states [N, H].
 
     `head` maps [n, H] to logits [n, V] in its own precision; the softmax is in float32. `softcap`
     (`final_logit_softcapping` of a config) bends logits into -softcap .. softcap before it, as
-    softcap * tanh(logits / softcap).
+    softcap * tanh(logits / softcap). `softmax`: another distribution than the model's own.
     """
+    softmax = softmax or Softmax()
+    banned = torch.tensor(softmax.banned, device=hidden_NH.device) if softmax.banned else None
+    rest = (softcap, softmax.temperature, banned)
     pieces = [
-        checkpoint(_chunk, head, hidden, targets, softcap, use_reentrant=False)
+        checkpoint(_chunk, head, hidden, targets, *rest, use_reentrant=False)
         if torch.is_grad_enabled()
-        else _chunk(head, hidden, targets, softcap)
+        else _chunk(head, hidden, targets, *rest)
         for hidden, targets in zip(hidden_NH.split(CHUNK), targets_N.split(CHUNK))
     ]
     return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
 
 
-def _chunk(head: nn.Module, hidden_nH: Tensor, targets_n: Tensor, softcap: float | None) -> Tensor:
+def _chunk(
+    head: nn.Module,
+    hidden_nH: Tensor,
+    targets_n: Tensor,
+    softcap: float | None,
+    temperature: float,
+    banned: Tensor | None,
+) -> Tensor:
     logits = head(hidden_nH).float()
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
+    if banned is not None:
+        logits = logits.index_fill(-1, banned, -torch.inf)
+    if temperature != 1.0:
+        logits = logits / temperature
     return logits.gather(-1, targets_n[:, None]).squeeze(-1) - logits.logsumexp(-1)

@@ -11,7 +11,7 @@ from vireo.data.nested import nest, with_blank
 from vireo.data.ragged import IGNORE, TRAINER_KEYS
 from vireo.families import Family
 from vireo.models.attention import packed_rows, use_varlen
-from vireo.models.heads import token_logprobs
+from vireo.models.heads import Softmax, token_logprobs
 
 
 class Policy(nn.Module):
@@ -32,10 +32,11 @@ class Policy(nn.Module):
         if dummy is not None and not family.remote:
             self.hf.get_input_embeddings().register_forward_hook(self._add_nothing)
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, inputs: dict[str, Tensor], softmax: Softmax | None = None) -> Tensor:
         """log p of every supervised token, float32 [N], in reading order of `labels`.
 
-        `inputs` is `Batch.pack()` or `Batch.pad()`. The tower runs in every micro-batch of a vision
+        `inputs` is `Batch.pack()` or `Batch.pad()`; `softmax` the distribution that p is of, if not
+        the model's own. The tower runs in every micro-batch of a vision
         family: without images it sees a blank one whose output, times zero, is added to the token
         embeddings, where an image's would go. So all ranks run the same collectives in the same
         order, forward and backward (with frozen embeddings too, where only images lead from the
@@ -62,7 +63,8 @@ class Policy(nn.Module):
         targets = inputs["labels"][rows, columns]
         head, text = self._language.lm_head, self._language.config.get_text_config()
         softcap = getattr(text, "final_logit_softcapping", None)
-        return token_logprobs(out.last_hidden_state[rows, columns - 1], head, targets, softcap)
+        hidden_NH = out.last_hidden_state[rows, columns - 1]
+        return token_logprobs(hidden_NH, head, targets, softcap, softmax)
 
     @torch.no_grad()
     def generate(self, **options: Any) -> Tensor:

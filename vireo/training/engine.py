@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from vireo.data.ragged import IGNORE, Batch
 from vireo.errors import VireoError
+from vireo.models.heads import Softmax
 from vireo.models.names import named_parameters, part_of
 from vireo.models.policy import Policy
 from vireo.parallel import Parallel
@@ -146,9 +147,12 @@ class TrainEngine:
             total += loss.detach()
         return float(total)
 
-    def forward(self, batch: Batch, packing: bool | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and loss weights of the supervised tokens, float32 [N] each; the rows
-        packed or padded as in training, unless `packing` says otherwise."""
+    def forward(
+        self, batch: Batch, packing: bool | None = None, softmax: Softmax | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities (of `softmax`, if not the model's own distribution) and loss weights of
+        the supervised tokens, float32 [N] each; the rows packed or padded as in training, unless
+        `packing` says otherwise."""
         batch = batch.to(self.parallel.device)
         packed = self.packing if packing is None else packing
         inputs = batch.pack() if packed else batch.pad(self.pad_id)
@@ -156,7 +160,7 @@ class TrainEngine:
         if self.autocast is not None:
             context = torch.autocast(self.parallel.device.type, self.autocast)
         with context:
-            logprobs = self.policy(inputs)
+            logprobs = self.policy(inputs, softmax)
         return logprobs, inputs["loss_weight"][inputs["labels"] != IGNORE]
 
     @torch.no_grad()
