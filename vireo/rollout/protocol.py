@@ -77,7 +77,7 @@ def generate_body(request: Request, form: str) -> dict[str, Any]:
     body: dict[str, Any] = {
         "rid": request.rid,
         "sampling_params": {
-            "max_new_tokens": sampling.max_new_tokens,
+            "max_new_tokens": request.left,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,

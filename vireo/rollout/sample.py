@@ -55,6 +55,11 @@ class Request:
     response: list[int] = field(default_factory=list)
     rid: str = field(default_factory=new_rid)
 
+    @property
+    def left(self) -> int:
+        """Tokens that may still come: `max_new_tokens` counts the whole response."""
+        return self.sampling.max_new_tokens - len(self.response)
+
 
 @dataclass
 class Generation:
