@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from shapes import write_3b
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "looks"]
 
@@ -47,9 +48,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--flags", default="", help="more flags for the trainer")
     given = parser.parse_args()
-    import torch
-
-    from vireo.families.tiny import build
     from vireo.settings import load_settings
     from vireo.trainers import registry
     from vireo.training import checkpoint
@@ -58,29 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         started = time.perf_counter()
-        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-        with torch.device("cuda"):
-            build(
-                "qwen2_5_vl",
-                folder / "model",
-                hidden_size=2048,
-                intermediate_size=11008,
-                num_hidden_layers=given.layers,
-                num_attention_heads=16,
-                num_key_value_heads=2,
-                vocab_size=151_936,
-                rope_parameters=rope,
-                vision={
-                    "hidden_size": 1280,
-                    "depth": 32,
-                    "num_heads": 16,
-                    "intermediate_size": 3420,
-                    "out_hidden_size": 2048,
-                    "window_size": 112,
-                    "fullatt_block_indexes": [7, 15, 23, 31],
-                },
-            )
-        torch.cuda.empty_cache()
+        write_3b(folder / "model", given.layers)
         print(f"model written in {time.perf_counter() - started:.0f} s", flush=True)
         rows = write_rows(folder, given.rows * 2)
         settings = load_settings(

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vireo.models import heads
-from vireo.models.heads import token_logprobs
+from vireo.models.heads import Softmax, token_logprobs
 
 POSITIONS, HIDDEN, VOCABULARY = 640, 8, 1000
 
@@ -78,3 +78,24 @@ def test_logits_of_one_chunk_at_a_time_are_kept(monkeypatch: pytest.MonkeyPatch)
     ):
         token_logprobs(*parts())
     assert max(kept) < 64 * VOCABULARY
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_another_softmax_is_tempered_and_without_banned_tokens(
+    temperature: float, softcap: float | None
+) -> None:
+    """By hand: softcap, then the ban, then the temperature, then a softmax over what is left."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(6, 9, bias=False)
+    hidden, targets = torch.randn(5, 6, requires_grad=True), torch.tensor([0, 1, 4, 5, 8])
+    got = token_logprobs(hidden, head, targets, softcap, Softmax(temperature, (7, 2)))
+    logits = head(hidden)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    kept = [0, 1, 3, 4, 5, 6, 8]
+    left = torch.log_softmax(logits[:, kept] / temperature, -1)
+    expected = left[range(5), [kept.index(t) for t in targets.tolist()]]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+    (gradient,) = torch.autograd.grad(got.sum(), hidden)
+    assert torch.isfinite(gradient).all()
