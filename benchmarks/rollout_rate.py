@@ -94,11 +94,11 @@ async def measure(given: argparse.Namespace, server_args: dict[str, str], folder
             samples = [sample for group in groups for sample in group]
             return seconds, sum(len(s.response_ids) for s in samples), samples
 
-        await bare(http.url, http.api_key, bodies()[:8])  # kernels and graphs are made
+        await bare(http.url, http._api_key, bodies()[:8])  # kernels and graphs are made
         rates: dict[str, list[float]] = {"bare": [], "vireo": []}
         for round_ in range(given.rounds):
             await flush(rollouts)
-            seconds, tokens = await bare(http.url, http.api_key, bodies())
+            seconds, tokens = await bare(http.url, http._api_key, bodies())
             rates["bare"].append(tokens / seconds)
             await flush(rollouts)
             seconds, tokens, samples = await vireo(round_)
@@ -121,9 +121,9 @@ async def measure(given: argparse.Namespace, server_args: dict[str, str], folder
 
 async def flush(rollouts: Any) -> None:
     """No prefix that an earlier round left behind."""
-    await rollouts.engine.pause()
-    await rollouts.engine.flush()
-    await rollouts.engine.resume()
+    from vireo.rollout.protocol import FLUSH
+
+    await rollouts.engine.http.post(f"{FLUSH}?timeout=5", {}, control=True)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -25,6 +26,23 @@ class _Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
         )
+        self._sections: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self._passing = False
+
+    def section(self, name: str, section: Any, **defaults: Any) -> None:
+        """A flag for each setting of a settings section, which types them and words their errors.
+
+        `read` returns the section itself under `name`. `defaults`: where this command has others.
+        """
+        from vireo.settings.flags import flags_of
+
+        self._sections[name] = section, defaults
+        for flag in flags_of(section):
+            default = defaults.get(flag.dotted, flag.default)
+            shown = flag.type if default is None else f"{flag.type}; default: {default}".lower()
+            said = f"{flag.meaning} ({shown})".replace("%", "%%")
+            switch: dict[str, Any] = {"nargs": "?", "const": "true"} if flag.is_bool else {}
+            self.add_argument(f"--{flag.dotted}", help=said, **switch)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{self.prog}: {message}")
@@ -32,15 +50,35 @@ class _Parser(argparse.ArgumentParser):
     def read(self, argv: list[str]) -> dict[str, Any]:
         """The arguments by name. InputError: one is unknown (names the nearest), bad or missing."""
         known = list(self._option_string_actions)
-        alike = []
-        for token in argv:
+        alike, passed = [], dict[str, str]()
+        tokens = deque(argv)
+        while tokens:
+            token = tokens.popleft()
             if token.startswith("--"):
                 flag, equals, value = token.partition("=")
                 token = "--" + flag[2:].replace("-", "_") + equals + value
                 if token.partition("=")[0] not in known:
-                    raise InputError(f"{self.prog}: unknown flag {flag}{_hint(flag, known)}")
+                    if not self._passing or not token.startswith(("--sglang_", "--vllm_")):
+                        raise InputError(f"{self.prog}: unknown flag {flag}{_hint(flag, known)}")
+                    if not equals and tokens and not tokens[0].startswith("--"):
+                        value = tokens.popleft()
+                    passed[flag[2:].replace("_", "-")] = value
+                    continue
             alike.append(token)
-        return vars(self.parse_args(alike))
+        given = vars(self.parse_args(alike))
+        for name, (section, defaults) in self._sections.items():
+            from vireo.settings.load import read_section
+
+            mine = {key: given.pop(key) for key in section.model_fields if key in given}
+            given[name] = read_section(section, defaults | mine)
+        return given | (self._server_args(given, passed) if self._passing else {})
+
+    def _server_args(self, given: dict[str, Any], passed: dict[str, str]) -> dict[str, Any]:
+        engine = given["engine"].engine
+        for flag in passed:
+            if not flag.startswith(engine + "-"):
+                raise InputError(f"{self.prog}: --{flag} is for another engine than {engine}")
+        return {"server_args": {k.removeprefix(engine + "-"): v for k, v in passed.items()}}
 
 
 def _hint(name: str, names: list[str]) -> str:
@@ -197,23 +235,38 @@ def _export(argv: list[str]) -> None:
         print(f"pushed to {push(given['out'], repo, private=not public)}")
 
 
+def _rollout(argv: list[str]) -> None:
+    parser = _Parser("rollout")
+    parser.epilog = "The same command goes on where one was killed."
+    _model_flags(parser)
+    parser.add_argument("--prompts", required=True, help="data file; rows need no answer")
+    parser.add_argument("--out", required=True, help="folder for the samples and a summary")
+    parser.add_argument("--limit", type=_count, help="prompts at most")
+    parser.add_argument("--reward", help="rewards A,B of each sample, or MODULE:FUNCTION")
+    _engine_flags(parser)
+    parser.section("sampling", _sampling())
+    given = parser.read(argv)
+    import json
+
+    from vireo.rollout.run import rollout
+
+    _no_bars()
+    reward = given.pop("reward", "").split(",") if given.get("reward") else []
+    print(json.dumps(rollout(**given, reward=reward), indent=2))
+
+
 def _eval(argv: list[str]) -> None:
     parser = _Parser("eval")
-    parser.add_argument("--model", required=True, help="folder or Hub name of the model")
+    _model_flags(parser)
     parser.add_argument("--eval_file", required=True, help="data file")
-    parser.add_argument("--processor", help="folder or Hub name of the processor")
-    parser.add_argument("--image_root", help="folder that image paths start from")
-    parser.add_argument("--image_size", type=int, help="size of an image, as in training")
-    parser.add_argument(
-        "--image_strategy", choices=("longest", "pad_square"), help="as in training"
-    )
     parser.add_argument("--limit", type=_count, help="rows at most")
-    parser.add_argument(
-        "--max_new_tokens", type=_count, help="longest answer in tokens (default: 64)"
-    )
-    parser.add_argument("--batch_size", type=_count, help="rows answered at once (default: 16)")
+    parser.add_argument("--batch_size", type=_count, help="answers at a time (default: 16)")
     parser.add_argument("--output_dir", help="folder for the answers")
-    _trust_flag(parser)
+    parser.add_argument(
+        "--reward", help="measure, or MODULE:FUNCTION; 1 is right (default: exact_match)"
+    )
+    _engine_flags(parser)
+    parser.section("sampling", _sampling(), max_new_tokens=64, temperature=0.0)
     given = parser.read(argv)
     import json
 
@@ -221,6 +274,73 @@ def _eval(argv: list[str]) -> None:
 
     _no_bars()
     print(json.dumps(evaluate_files(**given), indent=2))
+
+
+def _mismatch(argv: list[str]) -> int:
+    parser = _Parser("mismatch")
+    parser.epilog = "The exit code is 1 if engine and trainer part."
+    _model_flags(parser)
+    parser.add_argument("--data", required=True, help="data file; rows need no answer")
+    parser.add_argument("--limit", type=_count, help="rows at most (default: 8)")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="format (default: the model's)")
+    parser.add_argument("--other_model", help="weights to try, such as those before an update")
+    parser.add_argument(
+        "--update",
+        action="store_true",
+        help="ask, send the engine the model's weights, ask again (an engine that is started has "
+        "those of --other_model first)",
+    )
+    parser.add_argument("--out", help="folder for mismatch.json and mismatch.html")
+    _engine_flags(parser)
+    parser.section("sampling", _sampling(), max_new_tokens=16)
+    given = parser.read(argv)
+    from vireo.rl.compare import mismatch
+
+    _no_bars()
+    return 0 if mismatch(**given).agrees else 1
+
+
+def _model_flags(parser: _Parser) -> None:
+    """A model that answers rows of a data file."""
+    parser.add_argument("--model", required=True, help="folder or Hub name of the model")
+    parser.add_argument("--processor", help="folder or Hub name of the processor")
+    parser.add_argument("--image_root", help="folder that image paths start from")
+    parser.add_argument("--image_size", type=int, help="size of an image, as in training")
+    parser.add_argument(
+        "--image_strategy", choices=("longest", "pad_square"), help="as in training"
+    )
+    _trust_flag(parser)
+
+
+def _sampling() -> Any:
+    from vireo.settings.rollout import SamplingSettings
+
+    return SamplingSettings
+
+
+def _serve(argv: list[str]) -> None:
+    parser = _Parser("serve")
+    parser.add_argument("--model", required=True, help="folder or Hub name of the model")
+    parser.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port; 0 is any free one (default: 30000)")
+    parser.add_argument("--api_key", help="key that every call needs")
+    parser.add_argument("--admin_api_key", help="key that control calls need instead")
+    parser.add_argument("--processor", help="folder or Hub name of the processor")
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), help="format of the weights")
+    parser.add_argument("--max_rows", type=_count, help="requests computed at once (default: 64)")
+    parser.add_argument("--image_size", type=int, help="resize images that come, as in training")
+    parser.add_argument(
+        "--image_strategy", choices=("longest", "pad_square"), help="as in training"
+    )
+    parser.add_argument(
+        "--allow_image_urls", action="store_true", help="fetch images given by http(s) URL"
+    )
+    _trust_flag(parser)
+    given = parser.read(argv)
+    from vireo.rollout.server import serve
+
+    _no_bars()
+    serve(**given)
 
 
 def _preview(argv: list[str]) -> None:
@@ -271,6 +391,15 @@ def _training_flags(parser: _Parser, *, model_required: bool) -> None:
     ):
         parser.add_argument(f"--{name}", help="as in training")
     _trust_flag(parser)
+
+
+def _engine_flags(parser: _Parser) -> None:
+    """Those of EngineSettings, as `engine`; and `server_args`: --sglang-NAME and --vllm-NAME that
+    are none of them, by NAME, for a server that is started."""
+    from vireo.settings.rollout import EngineSettings
+
+    parser.section("engine", EngineSettings)
+    parser._passing = True
 
 
 def _trust_flag(parser: _Parser) -> None:
@@ -336,6 +465,9 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
     "preview": (_preview, "show rows as the trainer sees them, token by token"),
     "doctor": (_doctor, "look at every row of a data file and report what is wrong with it"),
     "eval": (_eval, "measure a model on a data file"),
+    "rollout": (_rollout, "sample responses to the prompts of a data file"),
+    "mismatch": (_mismatch, "compare an engine's log-probs with the trainer's, rung by rung"),
+    "serve": (_serve, "answer prompts over HTTP, by SGLang's protocol"),
     "export": (_export, "turn a checkpoint into a folder that from_pretrained loads"),
     "settings": (_settings, "list every setting of a trainer"),
     "check-family": (_check_family, "test whether a model's family is right, property by property"),

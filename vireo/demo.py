@@ -38,6 +38,7 @@ def run(
     from vireo.evaluation import evaluate_files
     from vireo.families.tiny import build
     from vireo.settings import load_settings
+    from vireo.settings.rollout import SamplingSettings
     from vireo.trainers import registry
     from vireo.training.checkpoint import checkpoints
     from vireo.training.export import export
@@ -48,7 +49,8 @@ def run(
     write_digits(data)
     build("qwen2_5_vl", model, seed=seed)
     val = data / "val.json"
-    before = evaluate_files(model=str(model), eval_file=str(val), max_new_tokens=4, batch_size=100)
+    short = SamplingSettings(max_new_tokens=4, temperature=0)
+    before = evaluate_files(model=str(model), eval_file=str(val), sampling=short, batch_size=100)
     print(
         f"before training: {before['accuracy']:.1%} of {before['rows']} held-out digits", flush=True
     )
@@ -78,7 +80,7 @@ def run(
     after = evaluate_files(
         model=str(exported),
         eval_file=str(val),
-        max_new_tokens=4,
+        sampling=short,
         batch_size=100,
         output_dir=str(out / "answers"),
     )

@@ -1,13 +1,13 @@
-"""Evaluation: loss on held-out rows, and exact match of generated answers.
+"""Evaluation: loss on held-out rows, and how good generated answers are.
 
-Used by the trainers (on the sharded policy) and by `vireo eval` (on a plain model).
+Used by the trainers (on the sharded policy) and by `vireo eval` (any engine, any reward).
 """
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,15 @@ from vireo.data.packing import micro_batches
 from vireo.data.ragged import TRAINER_KEYS, Batch
 from vireo.data.render import Renderer
 from vireo.errors import InputError, RowError
-from vireo.models.build import whole_model
-from vireo.models.load import fingerprint
-from vireo.models.lora import (
-    ADAPTER_CONFIG,
-    add_adapters,
-    base_of,
-    fill_adapters,
-    other_base,
-    read_adapter,
-)
-from vireo.models.policy import Policy
+from vireo.rewards import Rewards
+from vireo.rollout.buffer import DataBuffer
+from vireo.rollout.run import allowed, generate, open_model
+from vireo.rollout.sample import Sample
+from vireo.settings.rollout import EngineSettings, SamplingSettings
 from vireo.training.engine import TrainEngine
+
+GREEDY = SamplingSettings(max_new_tokens=64, temperature=0.0)
+MEASURE = "exact_match"
 
 
 def answer_rows(
@@ -140,69 +137,94 @@ def evaluate_files(
     eval_file: str,
     processor: str | None = None,
     image_root: str | None = None,
-    image_size: int | None = None,
-    image_strategy: str = "longest",
     limit: int | None = None,
-    max_new_tokens: int = 64,
     batch_size: int = 16,
     output_dir: str | None = None,
-    trust_remote_code: bool = False,
+    engine: EngineSettings | None = None,
+    sampling: SamplingSettings | None = None,
+    server_args: Mapping[str, str] | None = None,
+    reward: str = MEASURE,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Accuracy of a model or adapter folder on a data file; answers with their images in
-    `output_dir`."""
-    import transformers
+    """Accuracy of a model or adapter folder on a data file: the share of answers with a `reward` of
+    at least 1. Of several answers a row: pass@k. Answers with their images in `output_dir`.
 
-    from vireo.hub import local_folder
+    `batch_size`: rows answered at a time. `options`: the renderer's. InputError: several answers
+    that would all be the same.
+    """
     from vireo.report.run_folder import write_samples
 
-    folder = local_folder(model)
-    processor_folder = local_folder(processor) if processor else None
-    adapter = None
-    if (Path(folder) / ADAPTER_CONFIG).exists():
-        adapter, folder = folder, base_of(folder)
-        if processor_folder is None and list(Path(adapter).glob("tokenizer*")):
-            processor_folder = adapter
-        if notice := other_base(adapter, fingerprint(folder)):
-            print(f"note: {notice}", file=sys.stderr)
-    renderer = Renderer(
-        folder,
-        processor_folder,
-        image_size=image_size,
-        image_strategy=image_strategy,
-        trust_remote_code=trust_remote_code,
-    )
-    rows = read_rows(eval_file, image_root=image_root)
-    chosen = [rows[i] for i in range(min(len(rows), limit or len(rows)))]
-    if not chosen:
+    engine, sampling = engine or EngineSettings(), sampling or GREEDY
+    if sampling.n > 1 and not sampling.temperature:
+        raise InputError(f"--n {sampling.n} greedy answers are all the same: give a --temperature")
+    exact = reward == MEASURE  # then rows without an answer are left out
+    rows = read_rows(eval_file, image_root=image_root, allowed=allowed(engine, prompts=not exact))
+    buffer = DataBuffer(prompts=min(len(rows), limit or len(rows)))
+    if not buffer.prompts:
         raise InputError(f"{eval_file} has no row to evaluate on")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    family = renderer.family
-    if family.remote:
-        hf = whole_model(renderer.config, family, folder, renderer.config.dtype)
-    else:
-        auto = getattr(transformers, family.auto_class)
-        hf = auto.from_pretrained(folder, dtype="auto")
-    if adapter is not None:
-        add_adapters(hf, family, read_adapter(adapter))
-        fill_adapters(hf, adapter)
-    hf = hf.to(device).eval()
-    started = time.perf_counter()
-    answers = answer_rows(
-        Policy(hf, family, None).generate if family.remote else hf.generate,
-        renderer,
-        chosen,
-        device,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
+    renderer = (opened := open_model(model, processor, engine, **options))[1]
+    _, seconds = generate(
+        opened,
+        _Asked(rows),
+        buffer,
+        engine,
+        sampling,
+        server_args,
+        rewards=Rewards([reward]),
+        at_once=-(-batch_size // sampling.n),
     )
+    groups = sorted(buffer.get(buffer.waiting), key=lambda group: group[0].group)
+    passed = [[(sample.reward or 0.0) >= 1 for sample in group] for group in groups]
+    count = len(groups) * sampling.n
     result: dict[str, Any] = {
-        "accuracy": accuracy(answers),
-        "rows": len(answers),
-        "seconds": round(time.perf_counter() - started, 2),
+        "accuracy": sum(map(sum, passed)) / count,
+        "rows": len(groups),
+        "seconds": round(seconds, 2),
     }
+    if not exact:
+        result["reward"] = sum(sample.reward or 0.0 for g in groups for sample in g) / count
+    if sampling.n > 1:
+        ks = sorted({*(2**i for i in range(sampling.n.bit_length())), sampling.n})
+        result |= {f"pass@{k}": pass_at(k, passed) for k in ks}
     if output_dir is not None:
         out = Path(output_dir)
         out.mkdir(parents=True, exist_ok=True)
-        write_samples(out / "answers.jsonl", answers, [renderer.pictures(row) for row in chosen])
+        answers = [_answer(group, right) for group, right in zip(groups, passed)]
+        pictures = [renderer.pictures(group[0].conversation) for group in groups]
+        write_samples(out / "answers.jsonl", answers, pictures)
         result["answers"] = str(out / "answers.jsonl")
     return result
+
+
+def pass_at(k: int, passed: Sequence[Sequence[bool]]) -> float:
+    """The chance that of `k` answers to a row one passes, mean over the rows, without bias from
+    `passed`, the n >= k answers that were sampled: 1 - C(n - c, k) / C(n, k) with c that pass
+    (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", section 2.1)."""
+    chances = [1 - math.comb(len(row) - sum(row), k) / math.comb(len(row), k) for row in passed]
+    return sum(chances) / len(chances)
+
+
+class _Asked:
+    """Rows up to their last answer, which is what a model is asked for."""
+
+    def __init__(self, rows: Sequence[Conversation]):
+        self.rows = rows
+
+    def __getitem__(self, i: int) -> Conversation:
+        row = self.rows[i]
+        ends = [k for k, turn in enumerate(row.turns, 1) if turn.role == "assistant"]
+        return replace(row, turns=row.turns[: ends[-1]]) if ends else row
+
+
+def _answer(group: list[Sample], passed: list[bool]) -> dict[str, Any]:
+    """A line of the answers: of several answers to a row, lists of them."""
+    row, one = group[0].conversation, len(group) == 1
+    said, rewards = [sample.text.strip() for sample in group], [sample.reward for sample in group]
+    return {
+        "row": row.where,
+        "prompt": _question(row),
+        "expected": None if group[0].answer is None else group[0].answer.strip(),
+        "answer" if one else "answers": said[0] if one else said,
+        "correct": passed[0] if one else passed,
+        **({} if MEASURE in group[0].rewards else {"reward": rewards[0] if one else rewards}),
+    }

@@ -18,7 +18,15 @@ from tqdm import tqdm
 
 from vireo.data.conversation import Conversation
 from vireo.data.json_file import JsonFile
-from vireo.data.rows import NOTHING_TO_LEARN, check_row, is_plain, parse_row, row_place
+from vireo.data.rows import (
+    NOTHING_MORE,
+    NOTHING_TO_LEARN,
+    Allowed,
+    check_row,
+    is_plain,
+    parse_row,
+    row_place,
+)
 from vireo.errors import InputError, RowError
 
 At = tuple[int, int, int, int]
@@ -56,9 +64,14 @@ class Rows(Sequence[Conversation]):
     """
 
     def __init__(
-        self, source: Source, root: str | None, places: np.ndarray, skipped: list[RowError]
+        self,
+        source: Source,
+        root: str | None,
+        places: np.ndarray,
+        skipped: list[RowError],
+        allowed: Allowed = NOTHING_MORE,
     ):
-        self._source, self._root, self._places = source, root, places
+        self._source, self._root, self._places, self._allowed = source, root, places, allowed
         self.skipped = skipped
         self.total = len(places) + len(skipped)
 
@@ -80,11 +93,16 @@ class Rows(Sequence[Conversation]):
             return [self[k] for k in range(*i.indices(len(self)))]
         first, second, third, fourth = self._places[operator.index(i)].tolist()
         at = first, second, third, fourth
-        return conversation(self._source, self._root, at, partial(self._source.read, at))
+        read = partial(self._source.read, at)
+        return conversation(self._source, self._root, at, read, self._allowed)
 
 
 def conversation(
-    source: Streamed, root: str | None, at: At, read: Callable[[], Any]
+    source: Streamed,
+    root: str | None,
+    at: At,
+    read: Callable[[], Any],
+    allowed: Allowed = NOTHING_MORE,
 ) -> Conversation:
     """The row that `read` gives, parsed. Raises RowError with the row's place."""
     row = None
@@ -92,7 +110,7 @@ def conversation(
         row = read()
         if isinstance(row, RowError):
             raise row
-        return parse_row(row, root, row_place(*source.place(at), row))
+        return parse_row(row, root, row_place(*source.place(at), row), allowed)
     except RowError as error:
         raise error.at(row_place(*source.place(at), row)) from error
 
@@ -104,6 +122,7 @@ def open_rows(
     on_bad_row: Literal["error", "skip"] = "error",
     progress: bool = False,
     name: str | None = None,
+    allowed: Allowed = NOTHING_MORE,
 ) -> Rows:
     """Open a data file and check the structure, roles, counts and image paths of all its rows.
 
@@ -116,12 +135,18 @@ def open_rows(
         nothing to learn (no assistant turn, or an empty one) are always left out, with a warning.
     progress: show a bar on stderr when it takes longer than two seconds.
     name: how messages call the file. Default: its name without folders.
+    allowed: what rows may do besides.
 
     Raises InputError for a path that is no data, RowError for bad rows and unreadable files, and
     where no row is left.
     """
     rows = check_rows(
-        path, image_root=image_root, on_bad_row=on_bad_row, progress=progress, name=name
+        path,
+        image_root=image_root,
+        on_bad_row=on_bad_row,
+        progress=progress,
+        name=name,
+        allowed=allowed,
     )
     _report(rows, os.fspath(path))
     return rows
@@ -134,6 +159,7 @@ def check_rows(
     on_bad_row: Literal["error", "skip"] = "error",
     progress: bool = False,
     name: str | None = None,
+    allowed: Allowed = NOTHING_MORE,
 ) -> Rows:
     """As `open_rows`, but a file of which every row is refused is no error, and nothing is said."""
     if on_bad_row not in ("error", "skip"):
@@ -148,7 +174,7 @@ def check_rows(
             if isinstance(row, RowError):
                 raise row
             if not is_plain(row):
-                check_row(row, root)
+                check_row(row, root, allowed)
             places.extend(at)
         except RowError as error:
             # A new error: the caught one would hold on to the row by its traceback.
@@ -156,7 +182,9 @@ def check_rows(
             if on_bad_row == "error" and error.reason not in NOTHING_TO_LEARN:
                 raise bad from error
             skipped.append(bad)
-    return Rows(source, root, np.frombuffer(places, dtype=np.int64).reshape(-1, 4), skipped)
+    return Rows(
+        source, root, np.frombuffer(places, dtype=np.int64).reshape(-1, 4), skipped, allowed
+    )
 
 
 def _report(rows: Rows, path: str) -> None:

@@ -1,7 +1,9 @@
-"""Where an image reference leads: bytes in memory or a file of this machine, never the network."""
+"""Where an image reference leads: bytes in memory or a file of this machine. The network is asked
+by `fetched` alone, which nothing calls that a person did not allow it."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import errno
@@ -13,7 +15,7 @@ from typing import Any, BinaryIO
 from urllib.parse import unquote, unquote_to_bytes
 
 from vireo.data.conversation import ImageRef
-from vireo.errors import RowError
+from vireo.errors import RowError, first_line
 
 # An image's reason, as a row of a data file states it; every other one is `bad_image`.
 ROW_REASONS = {
@@ -26,6 +28,9 @@ ROW_REASONS = {
 # White space before a URL belongs to nothing; before a file's name it is part of the name.
 _SCHEME = re.compile(r"\s*(?:([a-z][a-z0-9+.-]*)://|(file):(?=/))", re.IGNORECASE)
 _DATA = re.compile(r"\s*data:", re.IGNORECASE)
+_WEB = re.compile(r"\s*https?://", re.IGNORECASE)
+_MOST_FETCHED = 64 << 20  # bytes
+_FETCH_S = 30.0
 
 
 class ImageError(RowError):
@@ -61,6 +66,43 @@ def is_data_url(value: Any) -> bool:
     return isinstance(value, str) and _DATA.match(value) is not None
 
 
+def web_url(value: Any) -> str | None:
+    """The http(s) URL that a value of a row is or has in the place of a path, if it does."""
+    if isinstance(value, dict):
+        value = value.get("path") if value.get("bytes") is None else None
+    return value.strip() if isinstance(value, str) and _WEB.match(value) else None
+
+
+def fetched(ref: ImageRef) -> ImageRef:
+    """A reference to an http(s) URL, with what the server sends; any other reference as it is.
+
+    Called outside an event loop. ImageError: an error, over 64 MiB, or no end in 30 s.
+    """
+    url = web_url(ref.value)
+    if url is None:
+        return ref
+    import aiohttp
+
+    async def get() -> bytes:
+        limit, body = aiohttp.ClientTimeout(total=_FETCH_S), bytearray()
+        async with (
+            aiohttp.ClientSession(timeout=limit, trust_env=True) as session,
+            session.get(url, raise_for_status=True) as answer,
+        ):
+            async for piece in answer.content.iter_any():
+                body += piece
+                if len(body) > _MOST_FETCHED:
+                    raise ValueError(f"it has more than {_MOST_FETCHED} bytes")
+        return bytes(body)
+
+    try:
+        return ImageRef({"bytes": asyncio.run(get()), "path": url})
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        what = first_line(error) if str(error) else f"no end after {_FETCH_S:g} s"
+        text = f"image {image_name(url)} cannot be fetched: {what}"
+        raise ImageError("unreadable", text) from error
+
+
 def local_path(value: str, root: str | None) -> str:
     """The file that a path or `file://` URL means, checked by its text alone: no file is touched.
 
@@ -78,7 +120,8 @@ def local_path(value: str, root: str | None) -> str:
             raise ImageError(
                 "remote_image",
                 f"image {name} is on another machine, and nothing is fetched: download the images "
-                "first and write paths (a file:// URL of this machine goes on with a third slash)",
+                "first and write paths (a file:// URL of this machine goes on with a third slash); "
+                "rollouts and evaluations fetch it with --allow_image_urls",
             )
         value = "/" + os.fsdecode(unquote_to_bytes(rest.rstrip()))
     if root is None:

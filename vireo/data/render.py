@@ -12,6 +12,7 @@ the ids again:
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -136,7 +137,8 @@ class Renderer:
         if turns[-1].role == "assistant" and len(turns) > 1:
             turns, answer = turns[:-1], turns[-1].text
         try:
-            pictures = [self._sized(p) for p in self.pictures(row)]
+            shown = sum(isinstance(part, Image) for turn in turns for part in turn.parts)
+            pictures = [self._sized(p) for p in self.pictures(row, shown)]
             made = self._encode(row, turns, prompt=True, pictures=pictures)
         except RowError as error:
             raise error.at(row.where) from error
@@ -194,6 +196,12 @@ class Renderer:
             raise _refused([picture], error) from error
         size = (columns * inner.patch_size, rows * inner.patch_size)
         return picture if picture.size == size else resized(picture, size, inner)
+
+    @cached_property
+    def _splitting(self) -> Any:
+        """A tokenizer of its own for control tokens as text: a call for these switches the whole
+        tokenizer over, under the hands of other threads that render at the time."""
+        return copy.deepcopy(self.tokenizer)
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -431,7 +439,7 @@ class Renderer:
                 continue
             if j > 0 and marks[j - 1]:
                 start = offsets[a - 1][0]
-                literal = self.tokenizer.encode(
+                literal = self._splitting.encode(
                     marks[j - 1], add_special_tokens=False, split_special_tokens=True
                 )
                 # Other keys have of these tokens what the processor gave their mark.

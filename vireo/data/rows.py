@@ -7,11 +7,13 @@ Both published formats are one here: LLaVA (`conversations` of from/value, `imag
 from __future__ import annotations
 
 import math
+import os
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from vireo.data.conversation import Conversation, Image, ImageRef, Role, Text, Turn
-from vireo.data.references import quoted
+from vireo.data.references import is_data_url, quoted, web_url
 from vireo.data.row_images import (
     IMAGE_KEYS,
     PLACEHOLDER,
@@ -50,12 +52,29 @@ _OWN_IMAGE = ("image", "path", "url", "image_url")
 _PLAIN_PATH = re.compile(r"(?!.*\.\.)\w[\w./ -]*", re.ASCII)
 
 
-def parse_row(row: Any, root: str | None = None, where: str = "") -> Conversation:
+@dataclass(frozen=True)
+class Allowed:
+    """What rows may do where a person allowed it: have no answer (`prompts`), name images by
+    http(s) URL (`urls`; see `references.fetched`), or by paths out of the image root (`paths`)."""
+
+    prompts: bool = False
+    urls: bool = False
+    paths: bool = False
+
+
+NOTHING_MORE = Allowed()
+
+
+def parse_row(
+    row: Any, root: str | None = None, where: str = "", allowed: Allowed = NOTHING_MORE
+) -> Conversation:
     """The conversation of one row; images stay references (with `root`) and no file is touched.
 
     Raises RowError, without its place in the file.
     """
-    drafts, images = check_row(row, root)
+    drafts, images = check_row(row, root, allowed)
+    if allowed.paths and root is not None:
+        images, root = [_from_root(image, root) for image in images], None
     return Conversation(
         turns=_number_slots(drafts),
         images=tuple([ImageRef(image, root) for image in images]),
@@ -67,7 +86,9 @@ def parse_row(row: Any, root: str | None = None, where: str = "") -> Conversatio
     )
 
 
-def check_row(row: Any, root: str | None = None) -> tuple[list[Draft], list[Any]]:
+def check_row(
+    row: Any, root: str | None = None, allowed: Allowed = NOTHING_MORE
+) -> tuple[list[Draft], list[Any]]:
     """All that `parse_row` refuses, and what it found; this runs over every row of a file at start.
 
     Raises RowError.
@@ -80,14 +101,16 @@ def check_row(row: Any, root: str | None = None) -> tuple[list[Draft], list[Any]
     drafts = [_draft(turn, i) for i, turn in enumerate(_turns(row), 1)]
     images = place_images(drafts, row)
     for image in images:
-        check_image(image, root)
+        if not (allowed.urls and web_url(image)):
+            check_image(image, None if allowed.paths else root)
     if "id" in row:
         check_text(row_id(row) or "", "the row's id")
     if "weight" in row:
         _weight(row)
     if "tools" in row:
         objects(row["tools"], "tools")
-    _check_answers(drafts)
+    if not allowed.prompts:
+        _check_answers(drafts)
     return drafts, images
 
 
@@ -237,6 +260,15 @@ def _own_image(part: dict, number: int) -> Any:
     if any(value != values[0] for value in values):
         raise RowError("ambiguous_image", f"an image part of turn {number} names two images")
     return values[0] if values else None
+
+
+def _from_root(image: Any, root: str) -> Any:
+    """The image, by a path that needs no root; data URLs, URLs and bytes as they are."""
+    if isinstance(image, dict) and image.get("bytes") is None:
+        return image | {"path": _from_root(image["path"], root)}
+    if not isinstance(image, str) or is_data_url(image) or ":/" in image:
+        return image
+    return os.path.join(root, image)
 
 
 def _check_answers(drafts: list[Draft]) -> None:

@@ -72,7 +72,7 @@ class Layout:
     def check(self, path: str, name: str, pieces: list[Stored]) -> dict[str, Tensor]:
         """`convert` without values; InputError if pieces are missing, left over or misshapen."""
         wanted = self._published(name, pieces)
-        found = {self._inner(piece.key): piece for piece in pieces}
+        found = {self.inner(piece.key): piece for piece in pieces}
         if lacking := [key for inner, (key, _) in wanted.items() if inner not in found]:
             raise InputError(f"{path}: the checkpoint lacks tensors: {some(lacking)}")
         if extra := [piece.key for inner, piece in found.items() if inner not in wanted]:
@@ -94,23 +94,23 @@ class Layout:
     def _converter(self, pieces: list[Stored]) -> Any:
         return next(c for c in self.converters if pieces[0].pattern in c.source_patterns)
 
-    def _inner(self, key: str) -> str:
+    def inner(self, key: str) -> str:
         """A key by the names of memory, before pieces become one, below the base model."""
         name, _ = rename_source_key(key, self.renamings, [])
         return name.removeprefix(f"{self.hf.base_model_prefix}.")
 
     def _published(self, name: str, pieces: list[Stored]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The keys and shapes that the tensor `name` is saved as, by `_inner`."""
+        """The keys and shapes that the tensor `name` is saved as, by `inner`."""
         converter = self._converter(pieces)
         if len(converter.target_patterns) > 1:  # one piece that becomes several: it is there
-            return {self._inner(piece.key): (piece.key, piece.shape) for piece in pieces}
+            return {self.inner(piece.key): (piece.key, piece.shape) for piece in pieces}
         reverse = converter.reverse_transform()
         whole, pattern = rename_source_key(name, [], [reverse])
         value = torch.empty(self.known[name].shape, device="meta")
         reverse.add_tensor(whole, name, pattern, value)
         made = reverse.convert(whole, model=self.hf, config=self.hf.config)
         shapes = {key: (t[0] if isinstance(t, list) else t).shape for key, t in made.items()}
-        return {self._inner(key): (key, tuple(shape)) for key, shape in shapes.items()}
+        return {self.inner(key): (key, tuple(shape)) for key, shape in shapes.items()}
 
     def _check_square(self, path: str, pieces: list[Stored]) -> None:
         """Refuse what transformers would leave as it is, whichever way round it is stored."""

@@ -33,13 +33,13 @@ def fill_from_checkpoint(hf: Any, path: str, parallel: Parallel) -> None:
 
     Raises InputError on every rank if a tensor is missing, left over, or has another shape.
     """
-    targets, tied = _targets(hf)
+    targets, tied = targets_of(hf)
     layout = Layout(hf, _base_state(hf))
     plan: list = [None]
     files: dict[str, Any] = {}
     if parallel.rank == 0:
         try:
-            files = {p.name: safe_open(p, framework="pt") for p in _weight_files(path)}
+            files = {p.name: safe_open(p, framework="pt") for p in weight_files(path)}
             plan[0] = _plan(layout, path, files, targets, tied)
         except InputError as error:
             plan[0] = error
@@ -81,7 +81,7 @@ def _fill(
         _receive(targets[name], source.get(name), dtype, parallel)
 
 
-def _targets(hf: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+def targets_of(hf: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Name -> tensor of everything a checkpoint holds, tied ones once; tied name -> its target."""
     targets: dict[str, Tensor] = {}
     names: dict[int, str] = {}
@@ -98,7 +98,7 @@ def _targets(hf: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
 def fingerprint(path: str) -> int:
     """A checksum of the weight files: their headers, and 4 KiB from the middle of each tensor."""
     value = 0
-    for file in _weight_files(path):
+    for file in weight_files(path):
         with file.open("rb") as handle:
             size = int.from_bytes(handle.read(8), "little")
             header = handle.read(size)
@@ -180,7 +180,7 @@ def _check_equal(path: str, first: str, a: Any, second: str, b: Any) -> None:
             )
 
 
-def _weight_files(path: str) -> list[Path]:
+def weight_files(path: str) -> list[Path]:
     folder = Path(path)
     index = folder / "model.safetensors.index.json"
     if index.exists():

@@ -33,9 +33,10 @@ def _problem(
     request: Request, got: Generation, words: int, weights: Container[str] | None
 ) -> str | None:
     expected = request.prompt.expanded + request.response
-    if got.prompt_ids is None:
+    unseen = got.finish == "abort" and not got.ids  # it may have ended before it had begun
+    if got.prompt_ids is None and not unseen:
         return "the engine does not say which prompt ids it saw, so they cannot be compared"
-    if got.prompt_ids != expected:
+    if got.prompt_ids is not None and got.prompt_ids != expected:
         return _other_prompt(got.prompt_ids, expected)
     if len(got.logprobs) != len(got.ids):
         return f"{len(got.logprobs)} log-probabilities for {len(got.ids)} tokens"

@@ -194,3 +194,7 @@ class RolloutEngine(ABC):
         `prompt_ids` (list), the processor's own keys (tensors), `positions` (as Example's),
         `embeddings` (vision features as the language model gets them, [image tokens, H])."""
         return {}
+
+    async def checksums(self) -> dict[str, str]:
+        """A hash of each tensor of its weights, as `Receiver.checksums`; {} if it shows none."""
+        return {}

@@ -79,12 +79,13 @@ def _words(plain: Any, info: FieldInfo) -> str:
     return " ".join([_WORDS[get_origin(plain) or plain], " and ".join(limits)]).strip()
 
 
-def _flags(tree: type[Section], section: str = "") -> Iterator[Flag]:
+def flags_of(tree: type[Section], section: str = "") -> Iterator[Flag]:
+    """The settings of a tree or of one section by itself, in their order."""
     for attribute, info in tree.model_fields.items():
         name = info.alias or attribute
         plain, optional = _plain(info.annotation)
         if isinstance(plain, type) and issubclass(plain, Section):
-            yield from _flags(plain, name)
+            yield from flags_of(plain, name)
             continue
         dotted = f"{section}.{name}" if section else name
         yield Flag(
@@ -99,7 +100,7 @@ def _flags(tree: type[Section], section: str = "") -> Iterator[Flag]:
         )
 
 
-FLAGS: dict[str, Flag] = {flag.dotted: flag for flag in _flags(Settings)}
+FLAGS: dict[str, Flag] = {flag.dotted: flag for flag in flags_of(Settings)}
 SECTIONS: tuple[str, ...] = tuple(dict.fromkeys(d.split(".")[0] for d in FLAGS if "." in d))
 BY_NAME: dict[str, Flag] = {n: f for f in FLAGS.values() for n in (*f.names, f.dotted)}
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
 from vireo.errors import InputError
-from vireo.settings.flags import BY_NAME, FLAGS
+from vireo.settings.flags import BY_NAME, FLAGS, Flag, flags_of
 from vireo.settings.parse import normalise
 from vireo.settings.schema import Settings
+from vireo.settings.section import Section
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
+
+One = TypeVar("One", bound=Section)
 
 
 def load_settings(argv: list[str]) -> Settings:
@@ -25,7 +29,24 @@ def load_settings(argv: list[str]) -> Settings:
         raise InputError(_one_line(error.errors(include_url=False)[0], written)) from error
 
 
-def _one_line(error: ErrorDetails, written: dict[str, str]) -> str:
+def read_section(section: type[One], given: Mapping[str, Any]) -> One:
+    """A section by itself, of a command's flags by name. InputError names the first mistake."""
+    flags = {flag.dotted: flag for flag in flags_of(section)}
+    values = {
+        name: None if flags[name].optional and str(value).lower() == "none" else value
+        for name, value in given.items()
+    }
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        written = {name: f"--{name}" for name in flags}
+        first = error.errors(include_url=False)[0]
+        raise InputError(_one_line(first, written, flags)) from error
+
+
+def _one_line(
+    error: ErrorDetails, written: dict[str, str], flags: Mapping[str, Flag] = FLAGS
+) -> str:
     """Pydantic's error with the person's own name of the setting, what was found and expected."""
     if error["type"] == "value_error":  # a rule that joins settings: its text names the flags
         return re.sub(
@@ -33,9 +54,10 @@ def _one_line(error: ErrorDetails, written: dict[str, str]) -> str:
             lambda match: written.get(BY_NAME[match[1]].dotted, match[0]),
             str(error["ctx"]["error"]),
         )
-    path = ".".join(str(part) for part in error["loc"])
-    dotted = path if path in FLAGS else ".".join(path.split(".")[:2])  # without a list's index
-    flag = FLAGS[dotted]
+    dotted = ".".join(str(part) for part in error["loc"])
+    while dotted not in flags:  # a list's index
+        dotted = dotted.rpartition(".")[0]
+    flag = flags[dotted]
     if error["type"] == "missing":
         return f"--{flag.names[0]} is missing: {flag.meaning}"
     return f"{written[dotted]}: found {error['input']!r:.80}, expected {flag.type}"

@@ -1,0 +1,300 @@
+"""The client of one vLLM server, and vLLM's protocol as far as it speaks it (facts of 0.32).
+
+Control endpoints exist with VLLM_SERVER_DEV_MODE=1 only, and stay open whatever key a server has:
+who reaches its port can change its weights. Those that Vireo starts listen on loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vireo.data.conversation import Text, Turn
+from vireo.data.render import Renderer
+from vireo.rollout.calls import Call, Calls
+from vireo.rollout.engine import (
+    EngineError,
+    EngineRefused,
+    Health,
+    PauseMode,
+    RolloutEngine,
+    State,
+    Tag,
+)
+from vireo.rollout.http import Aborted, Http
+from vireo.rollout.launch import Server
+from vireo.rollout.protocol import BAN, data_url
+from vireo.rollout.sample import Generation, Request, new_rid
+from vireo.weights.source import Folder, Weights
+
+GENERATE = "/inference/v1/generate"
+SERVER_INFO = "/server_info?config_format=json"
+ABORT = "/abort_requests"
+NAME = "generate-tokens-"  # stands before a request's id, in answers and for ABORT
+# A pause that clears the caches takes their tokens from frozen requests: a retract.
+PAUSE: dict[PauseMode, str] = {
+    "abort": "/pause?mode=abort",
+    "in_place": "/pause?mode=keep&clear_cache=false",
+    "retract": "/pause?mode=keep&clear_cache=true",
+}
+RESUME = "/resume"
+# To empty caches of old weights. Requests that are frozen go back to the queue, for theirs.
+RESET = "/reset_{}_cache?reset_running_requests=true"
+_KNOWN = re.compile(r"0\.32\.\d+(?:\D.*)?")
+_ROUNDING = 1e-6  # a log-probability may be above 0 by so much
+_NOT_FINITE = -9999.0  # what vLLM writes for such a log-probability
+
+
+def generate_body(request: Request, rid: str) -> dict[str, Any]:
+    """The body of GENERATE: ids with one placeholder an image, which the server expands.
+
+    `stop_ids` alone stop, not those of the model's folder. A response that goes on is drawn with
+    other random numbers than its beginning was.
+    """
+    sampling, done = request.sampling, len(request.response)
+    return {
+        "request_id": rid,
+        "token_ids": request.prompt.ids + request.response,
+        "content_parts": [{"type": "image_url", "url": data_url(p)} for p in request.prompt.pngs],
+        "return_token_ids": True,
+        "sampling_params": {
+            "max_tokens": sampling.max_new_tokens - done,
+            "temperature": sampling.temperature,
+            "logprobs": 0,  # of the token itself
+            "stop_token_ids": list(request.stop_ids),
+            "ignore_eos": True,
+            "detokenize": False,
+            "logit_bias": {str(i): BAN for i in request.banned},
+            **({"seed": sampling.seed + done} if sampling.seed is not None else {}),
+        },
+    }
+
+
+class VllmEngine(RolloutEngine):
+    """Requests go to `http`'s server, which `server` starts if given; it has `renderer`'s model."""
+
+    form = "vllm"
+
+    def __init__(self, http: Http, renderer: Renderer, server: Server | None = None):
+        super().__init__()
+        self.http, self.renderer, self.server = http, renderer, server
+        self._calls = Calls()
+        self._versions: list[str] = []  # of all weights that the server had
+        self._software = ""
+
+    async def start(self) -> None:
+        await self.close()
+        await self.http.open()
+        if self.server is not None:
+            await self.server.start(self.http)
+            self.http.note = self.server.last_words
+        version = (await self._call("/version", None, "version"))["version"]
+        self._software = f"vLLM {version}"
+        if not _KNOWN.fullmatch(str(version)):
+            raise EngineRefused(f"{self._software} is not known to Vireo, which runs vLLM 0.32")
+        await self._check()
+        self.state, self.weights = State(), await self._version()
+        self._versions = [self.weights]
+        self.http.hold(False)
+        await self._call(RESUME, {})  # an earlier client may have left it paused
+
+    async def _check(self) -> None:
+        """EngineRefused: the server was started without what rollouts need, or with another model:
+        its config is compared where its folder can be read here, its tokenizer in any case."""
+        family, tokenizer = self.renderer.family, self.renderer.tokenizer
+        if family.forms.get("vllm") != "ids":
+            why = family.refused.get("vllm", "it takes no text with pictures")
+            raise EngineRefused(f"{family.name} with vLLM: {why}; use --engine embedded")
+        status, info = await self.http.get(SERVER_INFO, also=(404,))
+        if status == 404:
+            raise self._refused("VLLM_SERVER_DEV_MODE=1 in its environment")
+        if (await self.http.post(GENERATE, {}, also=(400, 403)))[0] == 403:
+            raise self._refused("--enable-scale-out")
+        try:
+            model = info["vllm_config"]["model_config"]
+            self._device = info["vllm_config"]["device_config"]["device"]
+            self._sleeps = bool(model["enable_sleep_mode"])
+            self._longest = int(model["max_model_len"])  # tokens of prompt and response
+            mode, folder = model["logprobs_mode"], model["model"]
+            vision = model["multimodal_config"]
+            blind = not vision or vision["language_model_only"]
+        except (KeyError, TypeError, ValueError) as error:
+            said = self.http.quote(info)
+            raise EngineError(f"{self.http.url}{SERVER_INFO}: another shape: {said}") from error
+        if mode != "processed_logprobs":  # others know neither temperature nor banned tokens
+            raise self._refused(f"--logprobs-mode processed_logprobs (it has {mode})")
+        if family.has_vision and blind:
+            raise self._refused("the vision tower (it runs a text model)")
+        config, wanted = Path(folder, "config.json"), self.renderer.config.model_type
+        found = json.loads(config.read_text())["model_type"] if config.exists() else wanted
+        if found != wanted:
+            what = f"{folder} is of type {found}, expected {wanted}"
+            raise self._refused(f"{self.renderer.model_path} ({what})")
+        text = self.renderer.template.render([Turn("user", (Text("."),))], prompt=True)
+        asked = {"prompt": text + (family.placeholder or ""), "add_special_tokens": False}
+        answer = await self._call("/tokenize", asked, "tokens")
+        if answer["tokens"] != tokenizer.encode(asked["prompt"], add_special_tokens=False):
+            raise self._refused(f"{self.renderer.model_path} ({folder} has another tokenizer)")
+
+    def _refused(self, need: str, what: str = "answer rollouts") -> EngineRefused:
+        return EngineRefused(f"{self.http.url} cannot {what}: start it with {need}")
+
+    async def close(self) -> None:
+        self._calls.close()
+        await self.http.close()
+        if self.server is not None:
+            await self.server.close()
+
+    # -- requests -----------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Generation:
+        """EngineRefused: `top_p` or `top_k`, or more tokens than the server has room for."""
+        sampling, started = request.sampling, time.perf_counter()
+        if sampling.temperature and (sampling.top_p < 1 or sampling.top_k):
+            raise EngineRefused(
+                f"top_p {sampling.top_p}, top_k {sampling.top_k}: vLLM's log-probabilities are of "
+                "what these leave, a trainer's of all tokens; use 1 and 0, or another --engine"
+            )
+        if (length := len(request.prompt.expanded) + sampling.max_new_tokens) > self._longest:
+            need = f"--max-model-len {length} or more, or lower --max_new_tokens"
+            raise self._refused(need, f"hold {length} tokens of prompt and response")
+        got = await self._calls.run(request.rid, lambda call: self._ask(request, call))
+        got = got or Generation([], [], "abort", [])
+        got.seconds = time.perf_counter() - started
+        return got
+
+    async def _ask(self, request: Request, call: Call) -> Generation:
+        async def body(arrived: bool) -> dict[str, Any]:
+            before, call.sent = call.sent, ""
+            if arrived:  # it may still be computed: nobody would read that answer
+                await self._call(ABORT, {"request_ids": [NAME + before]})
+            await self.state.for_request()
+            if call.ended:
+                raise Aborted("aborted before it was sent again")
+            call.sent, call.first = new_rid() if before else request.rid, len(self._versions) - 1
+            return generate_body(request, call.sent)
+
+        return self._generation(call, (await self.http.post(GENERATE, body))[1])
+
+    def _generation(self, call: Call, answer: Any) -> Generation:
+        """The answer, read strictly. EngineError: it is not what this request must get."""
+        problem, expected = "", self._versions[call.first :]
+        try:
+            (choice,) = answer["choices"]
+            ids, finish, told = choice["token_ids"], choice["finish_reason"], answer["request_id"]
+            scored = [(c["token_id"], float(c["logprob"])) for c in choice["logprobs"]["content"]]
+            spans = [(s["version"], s["end"] - s["start"]) for s in choice["weight_versions"]]
+            prompt_ids = answer["prompt_token_ids"]
+        except (KeyError, TypeError, ValueError):
+            problem = f"has another shape: {self.http.quote(answer)}"
+        else:
+            if told != NAME + call.sent:
+                problem = f"is one to {told}"
+            elif [token for token, _ in scored] != ids:
+                problem = f"has {len(scored)} log-probabilities of other tokens"
+            elif finish not in ("stop", "length", "abort"):
+                problem = f"finished by {finish!r}"
+            elif wrong := [v for _, v in scored if not _NOT_FINITE < v <= _ROUNDING]:
+                problem = f"has a log-probability of {wrong[0]}"
+            elif sum(count for _, count in spans) != len(ids):
+                problem = f"has weight versions {spans} of {len(ids)} tokens"
+            elif other := [version for version, _ in spans if version not in expected]:
+                problem = f"is of weights {other[0]!r}, expected one of {expected}"
+        if problem:
+            raise EngineError(f"{self.http.url}: the answer to request {call.sent} {problem}")
+        logprobs = [min(value, 0.0) for _, value in scored]
+        return Generation(ids, logprobs, finish, spans, prompt_ids, choice.get("stop_reason"))
+
+    # -- control ------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        first = self.state.name == "running"
+        self.state.pause()
+        self.http.hold(True)
+        await self._call(PAUSE[mode], {})
+        if mode == "abort" and first:  # what arrives behind the pause is ended by another one
+            await self._calls.end(lambda _: self._call(PAUSE[mode], {}))
+
+    async def resume(self) -> None:
+        self.state.resume()
+        await self._call(RESUME, {})
+        self.http.hold(False)
+
+    async def abort(self, rids: Sequence[str] | None = None) -> None:
+        async def end(sent: list[str]) -> None:
+            await self._call(ABORT, {"request_ids": [NAME + rid for rid in sent]})
+
+        await self._calls.end(end, rids)
+
+    async def sleep(self, tags: Sequence[Tag] = ("kv_cache", "weights")) -> None:
+        if not self._sleeps:  # it would say that it sleeps, and keep everything
+            need = "--enable-sleep-mode (--vllm-enable-sleep-mode where Vireo starts it)"
+            raise self._refused(need, "give memory back")
+        new = set(tags) - self.state.released
+        if "cuda_graph" in new or new == {"weights"}:
+            raise EngineRefused(f"{', '.join(tags)}: vLLM gives back kv_cache, or that and weights")
+        if self.state.sleep(tags):
+            path = "/sleep?level=2" if "weights" in new else "/release_kv_cache_memory"
+            await self._call(path, {})
+
+    async def wake(self, tags: Sequence[Tag] = ("kv_cache", "weights")) -> None:
+        if back := self.state.wake(tags):
+            path = "/wake_up?" + "&".join(f"tags={tag}" for tag in back)
+            answer = await self._call(path, {}, "status")
+            if answer["status"] == "awake":  # then it goes on by itself
+                await self._call(PAUSE["in_place"], {})
+
+    async def update_weights(self, weights: Weights, version: str) -> None:
+        """Of a Folder, which the server must be able to read. EngineRefused: anything else, or a
+        server on a CPU, where layers may go on with packed copies of the old weights."""
+        from vireo.hub import local_folder
+        from vireo.weights.named import compare, shapes
+
+        if not isinstance(weights, Folder):
+            raise EngineRefused(f"vLLM takes new weights as a Folder, not {type(weights).__name__}")
+        if self._device == "cpu":
+            what = "change its weights: on a CPU it may go on with old ones"
+            raise self._refused("the new model, or use --engine embedded", what)
+        # The server says nothing about a tensor that is lacking, and dies of a wrong shape.
+        compare(shapes(weights.path), shapes(local_folder(self.renderer.model_path)))
+        before, touched, done = self.state.name, False, False
+        self.state.begin_update()
+        try:
+            if before == "running":
+                await self._calls.answered()
+                await self._call(PAUSE["in_place"], {})
+            touched = True
+            self._versions.append(version)
+            place = {"weights_path": os.path.abspath(weights.path)}
+            await self._call("/collective_rpc", {"method": "reload_weights", "kwargs": place})
+            prefix = await self._call(RESET.format("prefix"), {}, "success")
+            for cache in ("mm", "encoder"):
+                await self._call(RESET.format(cache), {})
+            await self._call("/update_weight_version", {"new_version": version})
+            if (found := await self._version()) != version or not prefix["success"]:
+                raise EngineError(f"{self.http.url}: weights {found!r}, prefix cache: {prefix}")
+            if before == "running":
+                await self._call(RESUME, {})
+            self.weights, done = version, True
+        finally:
+            self.state.end_update(done or (not touched and before != "resumed"))
+
+    async def health(self) -> Health:
+        try:
+            weights = await self._version()
+        except EngineError as error:
+            return Health(False, self.state.name, self.weights, self._software, str(error))
+        return Health(self.state.name == "running", self.state.name, weights, self._software)
+
+    async def _version(self) -> str:
+        return str((await self._call("/weight_info", None, "weight_version"))["weight_version"])
+
+    async def _call(self, path: str, body: dict[str, Any] | None, *names: str) -> Any:
+        """The answer of a control endpoint, which must be an object with these fields, if any."""
+        answer = (await self.http.post(path, body, control=True))[1]
+        return self.http.fields(path, answer, *names) if names else answer
