@@ -80,7 +80,8 @@ async def measure(given: argparse.Namespace, server_args: dict[str, str], folder
 
         def bodies() -> list[dict]:
             made = [Request(p, sampling, stops, renderer.banned_ids) for p in prompts]
-            return [generate_body(r, "ids") for r in made]
+            bodies = [generate_body(r, "ids") for r in made]
+            return [b | {"image_data": json.loads(b["image_data"])} for b in bodies]
 
         async def vireo(round_: int) -> tuple[float, int, list]:
             started = time.perf_counter()

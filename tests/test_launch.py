@@ -59,7 +59,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 
 def run(test: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), 240))
 
 
 def below(pid: int) -> set[int]:
@@ -239,6 +239,7 @@ def test_an_engine_starts_its_server_and_tells_of_its_log(stand_in: Callable[...
     run(test)
 
 
+@pytest.mark.slow
 def test_vireo_serve_is_started_like_any_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1067,10 +1067,10 @@ def test_the_command_serves_a_model_until_it_is_told_to_stop():
                 status, answer = await calls.post("/generate", body, "k")
                 assert (status, len(answer["output_ids"]) > 0) == (200, True)
                 assert (await calls.post("/generate", body))[0] == 401
-                long = ask(None, params={"ignore_eos": True}, rid="r")
+                long = ask(None, params={"ignore_eos": True})
                 running = asyncio.create_task(calls.post("/generate", long, "k"))
-                while (await calls.post("/generate", ask(1, rid="r"), "k"))[0] == 200:
-                    await asyncio.sleep(0.01)  # until the other has the name
+                while (await calls.get("/flush_cache", "k"))[0] == 200:  # not busy yet
+                    await asyncio.sleep(0.01)
                 process.send_signal(signal.SIGTERM)
                 answer = await running
                 assert finish(answer) == "abort", answer

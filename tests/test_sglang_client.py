@@ -324,6 +324,19 @@ def test_closing_ends_what_waits() -> None:
     run(test)
 
 
+def test_closing_ends_what_waits_behind_a_pause() -> None:
+    async def test() -> None:
+        async with serving() as (_, engine):
+            await engine.pause()
+            waiting = asyncio.create_task(engine.generate(request()))
+            await asyncio.sleep(0.01)
+            await engine.close()
+            with pytest.raises(EngineGone, match="closed"):
+                await waiting
+
+    run(test)
+
+
 # -- keys and addresses ---------------------------------------------------------------------------
 
 
@@ -793,11 +806,11 @@ def test_new_weights_come_when_nothing_runs_and_empty_the_caches(pushed: list[An
 
 def test_frozen_responses_keep_their_tokens_over_an_update(pushed: list[Any]) -> None:
     async def test() -> None:
-        async with serving("slow") as (server, engine):
+        async with serving("slow", timeout=0.5) as (server, engine):
             running = asyncio.create_task(engine.generate(request()))
             await until(lambda: server.busy == 1)
             await engine.pause("in_place")
-            server.words["/flush_cache"] = [(400, "busy")]
+            server.words["/flush_cache"] = [(400, "busy")] * 1000
             await engine.update_weights(Folder("f"), "two")
             await engine.resume()
             await engine.abort()

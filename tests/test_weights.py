@@ -438,6 +438,8 @@ def test_the_names_of_published_checkpoints_are_taken_as_well(family):
     receiver.check({name: tuple(t.shape) for name, t in tensors.items()}, whole=True)
     receiver.named(tensors.items())
     assert receiver.checksums() == Receiver(trained(family), FAMILIES[family]).checksums()
+    receiver.from_disk(with_prefix(family))
+    assert receiver.checksums() == Receiver(model(family), FAMILIES[family]).checksums()
 
 
 def wrong(tensors: dict[str, torch.Tensor], fault: str) -> tuple[dict[str, torch.Tensor], str]:

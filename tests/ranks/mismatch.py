@@ -37,6 +37,7 @@ def pairs(renderer: Renderer) -> list:
         ids = [5 + 3 * i + k for k in range(3 + 2 * i)]
         logprobs = [-0.1 * k for k in range(len(ids))]
         sample = Sample(str(i), 0, prompt.row, response_ids=ids, logprobs=logprobs)
+        sample.mask = [1] * len(ids)
         sample.sampling = Sampling(temperature=0.7)
         made.append((prompt, sample))
     return made

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
+import json
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -36,6 +38,11 @@ class Prompt:
         return [_png(picture) for picture in self.pictures]
 
     @cached_property
+    def urls(self) -> bytes:
+        """The pictures as a JSON list of data URLs."""
+        return json.dumps([data_url(png) for png in self.pngs]).encode()
+
+    @cached_property
     def expanded(self) -> list[int]:
         """The trainer's ids, which an engine's must equal."""
         return self.example.fields["input_ids"].tolist()
@@ -45,6 +52,10 @@ class Prompt:
         """Names what an engine is sent: equal for equal prompts."""
         parts = [repr(self.ids).encode(), *self.pngs]
         return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
+
+
+def data_url(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def _png(picture: Pil.Image) -> bytes:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import threading
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
-from vireo.errors import InputError, first_line
+from vireo.errors import InputError
 from vireo.rollout import protocol
 from vireo.rollout.engine import EngineError, PauseMode, RolloutEngine, WrongOrder
 from vireo.rollout.incoming import Schema, field
+from vireo.weights.push import in_thread
 
 _GROUP = "weight_update_group"
 Body = dict[str, Any]
-T = TypeVar("T")
 
 
 class Control:
-    """Which requests may run, and the calls that change it. Those take and return JSON objects.
+    """Which requests may run, and the calls that change it: a control endpoint is the method of its
+    name, which takes and returns JSON objects.
 
     `receiver` writes weights into the engine's model (`vireo.weights.receive.Receiver`).
     `flights`: rids of requests, each `waiting`, `running` (the engine has it) or `aborted`.
@@ -34,22 +33,6 @@ class Control:
         self._order = asyncio.Lock()  # one call that changes the engine's state at a time
         self._pause: PauseMode | None = None
         self._updating = self._session = False
-
-    def calls(self) -> dict[str, Callable[[Body], Awaitable[Body | None]]]:
-        return {
-            protocol.PAUSE: self.pause,
-            protocol.CONTINUE: self.resume,
-            protocol.RELEASE: self.release,
-            protocol.RESUME: self.occupy,
-            protocol.BEGIN_UPDATE: self.begin,
-            protocol.END_UPDATE: self.end,
-            protocol.UPDATE_DISK: self.from_disk,
-            protocol.UPDATE_TENSOR: self.from_tensors,
-            protocol.UPDATE_GROUP: self.from_group,
-            protocol.INIT_GROUP: self.init_group,
-            protocol.DESTROY_GROUP: self.destroy_group,
-            protocol.CHECKSUM: self.checksums,
-        }
 
     async def notify(self) -> None:
         async with self._turn:
@@ -78,7 +61,7 @@ class Control:
         await self.notify()
         await self.engine.abort(running)
 
-    async def pause(self, body: Body) -> Body:
+    async def pause_generation(self, body: Body) -> Body:
         mode: Any = field(body, "mode", str, "abort")
         if mode not in get_args(PauseMode):
             raise Schema(f"mode: found {mode!r}, expected one of {', '.join(get_args(PauseMode))}")
@@ -90,7 +73,7 @@ class Control:
                 await self.until(lambda: not self._running())
         return {"status": "ok", "message": "paused"}
 
-    async def resume(self, body: Body) -> Body:
+    async def continue_generation(self, body: Body) -> Body:
         async with self._order:
             if self.engine.state.name == "updating":  # a session was left open
                 self.engine.state.end_update(ok=True)
@@ -98,7 +81,7 @@ class Control:
             self._pause = None
         return {"status": "ok", "message": "continued"}
 
-    async def release(self, body: Body) -> None:
+    async def release_memory_occupation(self, body: Body) -> None:
         tags = _tags(body)
         async with self._order:
             if twice := [tag for tag in tags if tag in self.engine.state.released]:
@@ -107,20 +90,20 @@ class Control:
                 raise WrongOrder("requests are on their way: stock would crash")
             await self.engine.sleep(tags)
 
-    async def occupy(self, body: Body) -> None:
+    async def resume_memory_occupation(self, body: Body) -> None:
         tags = _tags(body)
         async with self._order:
             if never := [tag for tag in tags if tag not in self.engine.state.released]:
                 raise WrongOrder(f"{', '.join(never)} is not released: stock would crash")
             await self.engine.wake(tags)
 
-    async def begin(self, body: Body) -> Body:
+    async def begin_weight_update(self, body: Body) -> Body:
         if self._session:
             raise WrongOrder(f"a weight update is already open: {protocol.END_UPDATE} ends it")
         self._session = True
         return _done("weight update begun")
 
-    async def end(self, body: Body) -> Body:
+    async def end_weight_update(self, body: Body) -> Body:
         async with self._order:
             self._check_session()
             self._session = False
@@ -128,39 +111,39 @@ class Control:
                 await self._updated(ok=True)
         return _done("weight update ended")
 
-    async def from_disk(self, body: Body) -> Body:
+    async def update_weights_from_disk(self, body: Body) -> Body:
         path = field(body, "model_path", str)
         answer = await self._update(body, lambda: self.receiver.from_disk(path), session=False)
         self.model_path = path
         return answer | {"num_paused_requests": 0}
 
-    async def from_tensors(self, body: Body) -> Body:
+    async def update_weights_from_tensor(self, body: Body) -> Body:
         payloads = field(body, "serialized_named_tensors", list)[:1]  # of tensor-parallel rank 0
         return await self._update(body, lambda: self.receiver.from_tensors(payloads))
 
-    async def from_group(self, body: Body) -> Body:
+    async def update_weights_from_distributed(self, body: Body) -> Body:
         named = [field(body, name, list) for name in ("names", "dtypes", "shapes")]
         group = field(body, "group_name", str, _GROUP)
         return await self._update(body, lambda: self.receiver.from_group(*named, group))
 
-    async def init_group(self, body: Body) -> Body:
+    async def init_weights_update_group(self, body: Body) -> Body:
         where = field(body, "master_address", str), field(body, "master_port", int)
         ranks = field(body, "rank_offset", int), field(body, "world_size", int)
         kind = field(body, "group_name", str, _GROUP), field(body, "backend", str, "nccl")
-        await _in_thread(lambda: self.receiver.init_group(*where, *ranks, *kind))
+        await in_thread(lambda: self.receiver.init_group(*where, *ranks, *kind))
         return _done("joined the group")
 
-    async def destroy_group(self, body: Body) -> Body:
+    async def destroy_weights_update_group(self, body: Body) -> Body:
         name = field(body, "group_name", str, _GROUP)
-        await _in_thread(lambda: self.receiver.destroy_group(name))
+        await in_thread(lambda: self.receiver.destroy_group(name))
         return _done("left the group")
 
-    async def checksums(self, body: Body) -> Body:
+    async def weights_checker(self, body: Body) -> Body:
         if (action := field(body, "action", str, "checksum")) != "checksum":
             raise InputError(f"action {action!r}: vireo serve only has checksum")
         if "weights" in self.engine.state.released:
             raise WrongOrder("the weights are released: they have no checksums")
-        sums = await _in_thread(self.receiver.checksums)
+        sums = await in_thread(self.receiver.checksums)
         whole = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
         rank = {"checksums": sums, "per_gpu_checksum": whole}
         return _done("") | {"ranks": [rank], "per_engine_checksum": whole}
@@ -189,7 +172,7 @@ class Control:
                 if (was := state.name) != "updating":
                     state.begin_update()
                 try:
-                    await _in_thread(write)
+                    await in_thread(write)
                 except InputError:  # before anything was written
                     if was != "updating":
                         await self._updated(ok=was != "resumed")
@@ -222,22 +205,3 @@ def _tags(body: Body) -> list[Any]:
 
 def _done(message: str) -> Body:
     return {"success": True, "message": message}
-
-
-async def _in_thread(call: Callable[[], T]) -> T:
-    """What it returns. EngineError: it fails otherwise than by InputError.
-
-    The thread does not keep the process alive: a broadcast may wait for ever.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except InputError as error:
-            done.set_exception(error)
-        except Exception as error:
-            done.set_exception(EngineError(f"{type(error).__name__}: {first_line(error)}"))
-
-    threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(done)

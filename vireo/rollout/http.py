@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import random
 import re
 from collections.abc import Awaitable, Callable, Collection
@@ -25,6 +26,7 @@ Body = dict[str, Any] | Callable[[bool], Awaitable[dict[str, Any]]] | None
 _QUOTED = 200  # characters of an answer in a message
 _PROBE_S = 10.0  # a living server answers the cheapest question within this time
 _IDLE_S = 2.0  # servers close connections that idle for 5 s; none of ours is used again as late
+_SLACK = 0.05  # of a limit: as much shorter a server's silence may be
 _KINDS = {429: "busy", 503: "busy", 500: "failed"}
 
 
@@ -70,6 +72,7 @@ class Http:
         self._session: aiohttp.ClientSession | None = None
         self._clocks: set[asyncio.Timeout] = set()  # of the requests on their way
         self._held = False
+        self._begun = -math.inf  # when the limits last began anew
 
     async def open(self) -> None:
         self._session = self._session or aiohttp.ClientSession(
@@ -166,7 +169,7 @@ class Http:
         if key := self._admin_key if control else self._api_key:
             headers["Authorization"] = f"Bearer {key}"
         # As a file, which is sent piece by piece: bodies with images are large.
-        data = None if body is None else io.BytesIO(json.dumps(body).encode())
+        data = None if body is None else io.BytesIO(encoded(body))
         send = self._session.get if body is None else self._session.post
         shared = not (control or body is None or timeout)  # the limit begins anew with each answer
         limit = None if shared and self._held else timeout or self.timeout
@@ -190,7 +193,12 @@ class Http:
             return response.status, raw.decode(errors="replace"), wait
 
     def _heard(self) -> None:
-        when = None if self._held else asyncio.get_running_loop().time() + self.timeout
+        """Begins all limits anew; not for each of many answers that come at once."""
+        now = asyncio.get_running_loop().time()
+        if not self._held and now - self._begun < _SLACK * self.timeout:
+            return
+        self._begun = -math.inf if self._held else now
+        when = None if self._held else now + self.timeout
         for clock in self._clocks:
             if not clock.expired():
                 clock.reschedule(when)
@@ -204,3 +212,12 @@ class Http:
             found = f"is dead ({first_line(error)})"
         if found:
             raise EngineGone(f"{why}; the server {found}{self.note()}")
+
+
+def encoded(body: dict[str, Any]) -> bytes:
+    """JSON. Values that are bytes are JSON already: images, which are large, and the same in every
+    request of a group."""
+    made = json.dumps({n: v for n, v in body.items() if not isinstance(v, bytes)}).encode()
+    ready = [(n, v) for n, v in body.items() if isinstance(v, bytes)]
+    parts = [part for n, v in ready for part in (b", ", json.dumps(n).encode(), b": ", v)]
+    return b"".join([made[:-1], *parts, b"}"]) if ready else made

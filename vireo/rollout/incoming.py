@@ -8,17 +8,17 @@ from __future__ import annotations
 import base64
 import math
 import re
-import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
+from vireo.data.conversation import ImageRef
 from vireo.data.prompt import Prompt
-from vireo.errors import InputError, first_line
+from vireo.data.references import fetched, is_data_url, web_url
+from vireo.errors import InputError
 from vireo.rollout.protocol import BAN
 from vireo.rollout.sample import Request, Sampling, new_rid
 
 _MISSING: Any = object()
-_FETCH_S, _FETCH_BYTES = 3, 64 << 20  # stock's limits for an image behind a URL
 _BANS = BAN / 10  # from this bias on a token has no probability in float32
 _PARAMS: dict[str, tuple[Any, Any]] = {  # sampling parameters: default and type
     **{"n": (1, int), "max_new_tokens": (128, int), "temperature": (1.0, int | float)},
@@ -135,26 +135,23 @@ def read(body: dict[str, Any]) -> tuple[list[Asked], bool]:
     return [Asked(*part[:4], bool(part[4])) for part in parts], many
 
 
-def encoded(image: Any, allow_urls: bool) -> bytes | str:
-    """The bytes of an image or its data URL. InputError: it is a path, or a URL without leave."""
+def image_ref(image: Any, allow_urls: bool) -> ImageRef:
+    """An image of a body. InputError: it is a path, or a URL without leave."""
     if not isinstance(image, str):
         raise InputError(f"image_data: found {type(image).__name__}, expected a data URL or base64")
-    scheme = re.match(r"\s*([a-z]+):", image[:100], re.IGNORECASE)
-    kind = scheme[1].lower() if scheme else ""
-    if kind == "data":
-        return image
-    if (kind or image.startswith("/")) and not (allow_urls and kind in ("http", "https")):
+    if is_data_url(image):
+        return ImageRef(image)
+    if allow_urls and web_url(image):
+        return fetched(ImageRef(image))
+    if re.match(r"\s*([a-z][a-z0-9+.-]*:|/)", image, re.IGNORECASE):
         raise InputError(
             f"image_data: {image[:100]!r} is a URL or a path, which this server does not open: "
             "send a data URL (with --allow_image_urls it fetches http and https)"
         )
     try:
-        if not kind:
-            return base64.b64decode(image, validate=True)
-        with urllib.request.urlopen(image, timeout=_FETCH_S) as answer:
-            return answer.read(_FETCH_BYTES)
-    except (OSError, ValueError) as error:
-        raise InputError(f"image_data: {image[:100]!r}: {first_line(error)}") from error
+        return ImageRef(base64.b64decode(image, validate=True))
+    except ValueError as error:
+        raise InputError(f"image_data: {image[:100]!r} is no base64: {error}") from error
 
 
 def _is(value: Any, kind: Any) -> bool:

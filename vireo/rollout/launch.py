@@ -27,7 +27,8 @@ SGLANG_ENV = {
     "SGLANG_VLM_CACHE_SIZE_MB": "0",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
 }
-VLLM_ENV = {"VLLM_SERVER_DEV_MODE": "1"}  # the endpoints for weights, pauses and sleep
+# The endpoints for weights, pauses and sleep; and nobody is told what runs here.
+VLLM_ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class Keys(NamedTuple):

@@ -6,7 +6,6 @@ stock SGLang 0.5.17 to 0.5.23; differences are in `Version`. vLLM's protocol is 
 
 from __future__ import annotations
 
-import base64
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +68,8 @@ class Version:
 
 
 def generate_body(request: Request, form: str) -> dict[str, Any]:
-    """The body of GENERATE for one request, in the form that `Family.forms` names.
+    """The body of GENERATE for one request, in the form that `Family.forms` names; images are JSON
+    already (see `http.encoded`).
 
     ValueError: a response cannot go on in the form of text with pictures.
     """
@@ -95,9 +95,5 @@ def generate_body(request: Request, form: str) -> dict[str, Any]:
     else:
         body["input_ids"] = request.prompt.ids + request.response
     if request.prompt.pictures:
-        body["image_data"] = [data_url(png) for png in request.prompt.pngs]
+        body["image_data"] = request.prompt.urls
     return body
-
-
-def data_url(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()

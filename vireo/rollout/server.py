@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,17 +23,17 @@ import torch
 from aiohttp import web
 
 from vireo import __version__
-from vireo.data.conversation import Conversation, ImageRef
+from vireo.data.conversation import Conversation
 from vireo.data.prompt import Prompt
 from vireo.data.received import received
 from vireo.data.render import Renderer
-from vireo.errors import InputError, first_line
-from vireo.hub import local_folder
+from vireo.errors import InputError, VireoError, first_line
 from vireo.rollout import protocol
 from vireo.rollout.control import Control
-from vireo.rollout.engine import EngineError, EngineGone, RolloutEngine
-from vireo.rollout.incoming import Asked, Schema, Stopped, encoded, field, read
+from vireo.rollout.engine import EngineGone, RolloutEngine
+from vireo.rollout.incoming import Asked, Schema, Stopped, field, image_ref, read
 from vireo.rollout.sample import Generation, Request
+from vireo.settings.rollout import EngineSettings
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 SPEAKS = "0.5.23"  # the release whose protocol this is
@@ -76,16 +77,16 @@ class Server:
         app = web.Application(client_max_size=_BODY_BYTES, middlewares=around)
         app.cleanup_ctx.append(self._lifetime)
         app.on_shutdown.append(self._close)
-        for path, call in self.control.calls().items():
-            app.router.add_post(path, _json(call))
+        for path in protocol.CONTROL - {protocol.ABORT, protocol.FLUSH}:
+            app.router.add_post(path, _json(getattr(self.control, path[1:])))
         app.router.add_post(protocol.GENERATE, self._generate)
         app.router.add_post(protocol.ABORT, self._abort)
+        app.router.add_post(protocol.FLUSH, self._flush)
+        app.router.add_get(protocol.FLUSH, self._flush)
         for path in (protocol.HEALTH, f"{protocol.HEALTH}_generate"):
             app.router.add_get(path, self._health)
         app.router.add_get(protocol.MODEL_INFO, self._model_info)
         app.router.add_get(protocol.SERVER_INFO, self._server_info)
-        app.router.add_get(protocol.FLUSH, self._flush)
-        app.router.add_post(protocol.FLUSH, self._flush)
         return app
 
     async def _lifetime(self, _app: web.Application) -> AsyncIterator[None]:
@@ -114,22 +115,26 @@ class Server:
     @web.middleware
     async def _explained(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Errors in stock's words."""
-        generate = request.path == protocol.GENERATE
         try:
             return await handler(request)
+        except web.HTTPException:
+            raise
         except Schema as error:
             body = {"object": "error", "message": str(error), "type": "BadRequest", "code": 400}
             return web.json_response(body, status=400)
         except Stopped as error:
             return web.Response(text=str(error), status=error.status)
-        except (InputError, EngineError) as error:
-            status = 400
-            if isinstance(error, EngineError) and not self._closing:
+        except Exception as error:
+            bad, gone = isinstance(error, InputError), isinstance(error, EngineGone)
+            if not isinstance(error, VireoError):
+                traceback.print_exc()
+            elif not bad and not self._closing:
                 print(f"{request.path}: {error}", file=sys.stderr, flush=True)
-                status = 503 if isinstance(error, EngineGone) else 500 if generate else 400
-            said = {"message": str(error)}
-            body = {"error": said} if generate else {"success": False, **said}
-            return web.json_response(body, status=status)
+            said = {"message": str(error) or repr(error)}
+            if request.path != protocol.GENERATE:
+                return web.json_response({"success": False, **said}, status=400)
+            status = 400 if bad else 503 if gone else 500
+            return web.json_response({"error": said}, status=status)
         finally:
             await self.control.notify()
 
@@ -161,8 +166,8 @@ class Server:
 
     def _read(self, asked: Asked) -> list[Request]:
         made, words = self.renderer, self.renderer.config.get_text_config().vocab_size
-        refs = [ImageRef(encoded(image, self.allow_image_urls)) for image in asked.images]
-        pictures = made.pictures(Conversation((), tuple(refs)))
+        refs = tuple(image_ref(image, self.allow_image_urls) for image in asked.images)
+        pictures = made.pictures(Conversation((), refs))
         text, ids = (asked.prompt, None) if isinstance(asked.prompt, str) else ("", asked.prompt)
         prompt = received(made, pictures, text=text, ids=ids)
         for token in prompt.expanded:
@@ -264,27 +269,20 @@ class Server:
         return web.Response(status=200 if ready else 503)
 
     async def _model_info(self, _request: web.Request) -> web.Response:
-        config = self.renderer.config
-        found = {
-            "model_path": self.control.model_path,
-            "tokenizer_path": self.renderer.processor_path,
-            "is_generation": True,
-            "weight_version": self.engine.weights,
-            "has_image_understanding": self.renderer.family.has_vision,
-            "model_type": config.model_type,
-            "architectures": config.architectures,
-        }
-        return web.json_response(found)
+        config, family = self.renderer.config, self.renderer.family
+        found = {"model_path": self.control.model_path, "weight_version": self.engine.weights}
+        found |= {"model_type": config.model_type, "architectures": config.architectures}
+        return web.json_response(found | {"has_image_understanding": family.has_vision})
 
     async def _server_info(self, _request: web.Request) -> web.Response:
-        found = {
+        found: dict[str, Any] = {
             "version": SPEAKS,
             "vireo": __version__,
             "model_path": self.control.model_path,
-            "enable_memory_saver": True,
-            "enable_deterministic_inference": True,  # as far as seeds are honoured
-            "internal_states": [{"state": self.engine.state.name}],
         }
+        found |= {"internal_states": [{"state": self.engine.state.name}]}
+        # As stock says that it can give memory back, and that it honours seeds.
+        found |= {"enable_memory_saver": True, "enable_deterministic_inference": True}
         return web.json_response(found)
 
 
@@ -344,17 +342,13 @@ def serve(
 ) -> None:
     """Serves a model folder until SIGTERM or SIGINT. `options` are those of Server."""
     from vireo.rollout.embedded import EmbeddedEngine
+    from vireo.rollout.run import open_model
     from vireo.weights.receive import Receiver
 
     with bound(host, port) as sock:  # before the model is loaded, which takes longer
-        folder = local_folder(model)
-        renderer = Renderer(
-            folder,
-            local_folder(processor) if processor else None,
-            image_size=image_size,
-            image_strategy=image_strategy,
-            trust_remote_code=trust_remote_code,
-        )
+        fit = {"image_size": image_size, "image_strategy": image_strategy}
+        trust = {"trust_remote_code": trust_remote_code}
+        folder, renderer = open_model(model, processor, EngineSettings(), **fit, **trust)
         engine = EmbeddedEngine.of_folder(folder, renderer, DTYPES[dtype], max_rows=max_rows)
         receiver = Receiver(engine.policy.hf, renderer.family)
         asyncio.run(until_stopped(Server(engine, renderer, receiver, **options), sock))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vireo.data.conversation import Text, Turn
+from vireo.data.prompt import data_url
 from vireo.data.render import Renderer
 from vireo.rollout.calls import Call, Calls
 from vireo.rollout.engine import (
@@ -28,7 +29,7 @@ from vireo.rollout.engine import (
 )
 from vireo.rollout.http import Aborted, Http
 from vireo.rollout.launch import Server
-from vireo.rollout.protocol import BAN, data_url
+from vireo.rollout.protocol import BAN
 from vireo.rollout.sample import Generation, Request, new_rid
 from vireo.weights.source import Folder, Weights
 

@@ -188,7 +188,7 @@ async def _both(asking: Coroutine[Any, Any, None], work: Callable[[], T]) -> T:
     An error of the engine ends the wait for `work`, whose thread ends when the group breaks. An
     error of `work` is told in the engine's own words, if it has any.
     """
-    answer, mine = asyncio.ensure_future(asking), _in_thread(work)
+    answer, mine = asyncio.ensure_future(asking), in_thread(work)
     both: set[asyncio.Future[Any]] = {answer, mine}
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
@@ -205,7 +205,7 @@ async def _both(asking: Coroutine[Any, Any, None], work: Callable[[], T]) -> T:
                 future.exception()  # seen, though another was raised
 
 
-def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """`work` in a thread that the end of the program does not wait for."""
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
     done.set_running_or_notify_cancel()
