@@ -70,6 +70,8 @@ async def measure(given: argparse.Namespace, server_args: dict[str, str], folder
     rendering = time.perf_counter() - started
     urls = [given.sglang_url] if given.sglang_url else None
     settings = EngineSettings(engine="sglang", sglang_url=urls, engine_concurrency=1024)
+    if urls:
+        await answering(urls[0])
     engine = open_engine(settings, folder, renderer, server_args=server_args)
     sampling = Sampling(max_new_tokens=given.tokens, seed=0)
     started = time.perf_counter()
@@ -118,6 +120,19 @@ async def measure(given: argparse.Namespace, server_args: dict[str, str], folder
         print(json.dumps(result, indent=1), flush=True)
     Path(given.out).write_text(json.dumps(result, indent=1))
     return {"samples": samples, "prompts": prompts, "renderer": renderer}
+
+
+async def answering(url: str) -> None:
+    """Until a server that is being started answers."""
+    import aiohttp
+
+    async with aiohttp.ClientSession() as http:
+        while True:
+            try:
+                async with http.get(f"{url}/model_info"):
+                    return
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.5)
 
 
 async def flush(rollouts: Any) -> None:

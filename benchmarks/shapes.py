@@ -16,6 +16,7 @@ def write_3b(folder: Path, layers: int = 36) -> None:
         build(
             "qwen2_5_vl",
             folder,
+            dtype="bfloat16",  # as published
             hidden_size=2048,
             intermediate_size=11008,
             num_hidden_layers=layers,
@@ -35,25 +36,7 @@ def write_3b(folder: Path, layers: int = 36) -> None:
         )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    in_bfloat16(folder)
     fill_vocabulary(folder, 151_665)
-
-
-def in_bfloat16(folder: Path) -> None:
-    """The weights in the number format of published checkpoints."""
-    import json
-
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    for file in folder.glob("*.safetensors"):
-        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}
-        save_file(tensors, file, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
-        if "dtype" in part:
-            part["dtype"] = "bfloat16"
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def fill_vocabulary(folder: Path, words: int) -> None:
@@ -64,5 +47,7 @@ def fill_vocabulary(folder: Path, words: int) -> None:
     data = json.loads(file.read_text())
     vocabulary = data["model"]["vocab"]
     first = max([*vocabulary.values(), *(token["id"] for token in data["added_tokens"])]) + 1
+    # Control tokens too: some versions of tokenizers renumber what leaves a hole.
+    vocabulary |= {token["content"]: token["id"] for token in data["added_tokens"]}
     vocabulary |= {f"\u0120filler{i}": i for i in range(first, words)}
     file.write_text(json.dumps(data))

@@ -217,8 +217,7 @@ class Suite:
 
             await self._updated(Tensors(named), f"probe-{turn}")
 
-        stays, moved = await probe_images(self.rollouts, send)
-        print(f"  a picture seen before: {stays:.3f} nats from fresh, weights moved it {moved:.2f}")
+        print(f"  {await probe_images(self.rollouts, send)}")
 
     async def _updated(self, weights: Folder | Tensors, version: str) -> None:
         await self.engine.pause()

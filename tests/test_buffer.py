@@ -99,9 +99,9 @@ def test_a_group_comes_once_and_whole() -> None:
     buffer = DataBuffer()
     work = started(buffer)
     group = finished(work)
-    with pytest.raises(ValueError, match="two samples of one index"):
+    with pytest.raises(ValueError, match="two of one index"):
         buffer.put([group[0], group[0]])
-    with pytest.raises(ValueError, match="several groups"):
+    with pytest.raises(ValueError, match="samples of another group"):
         buffer.put([group[0], Sample("other", 1, ROW)])
     buffer.put(group)
     for _ in range(2):  # while it waits, and once it was taken
@@ -122,7 +122,21 @@ def test_groups_from_elsewhere_are_taken_too() -> None:
     buffer.weights("1")  # it has no prompt number to begin again from
     assert buffer.get(1) == []
     assert buffer.metrics()["stale"] == 1
+    unknown = [Sample("c", 0, ROW, status="done", spans=[("of another run", 1)])]
+    buffer.put(unknown)
+    assert buffer.get(1) == [unknown]
     assert started(buffer).number == 0
+
+
+def test_a_state_has_the_pictures_of_a_group_once() -> None:
+    buffer = DataBuffer()
+    work = started(buffer)
+    held = Conversation(ROW.turns, (ImageRef(b"y" * 30_000),))
+    buffer.put([Sample(work.group, i, held, status="done") for i in range(8)])
+    state = json.dumps(buffer.state())
+    assert 40_000 < len(state) < 50_000
+    new = restored(buffer)
+    assert new.get(1) == buffer.get(1)
 
 
 # -- filters -------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").g
 SLOW = {
     "README.md",
     *(f"docs/{name}.md" for name in ("training", "data-tools", "settings", "checkpoints")),
-    *(f"docs/{name}.md" for name in ("graft", "families", "lora", "export")),
+    *(f"docs/{name}.md" for name in ("graft", "families", "lora", "export", "rollout")),
 }
 LIMIT_S = 300  # of one block, on a machine that has other work
 COMMAND = re.compile(r"\s*(?:\$ )?(?:vireo|torchrun|python|pip|make|hf|git) ")
@@ -128,7 +128,7 @@ def test_no_command_is_in_a_block_that_nothing_runs(name: str) -> None:
             assert not commands, f"{at}: {commands[0]!r} belongs in a ```bash block"
 
 
-@pytest.mark.parametrize("name", ["data", "settings", "lora", "checkpoints", "export"])
+@pytest.mark.parametrize("name", ["data", "settings", "lora", "checkpoints", "export", "rollout"])
 def test_each_guide_has_commands_that_are_run(name: str) -> None:
     found = [b for b in page(f"docs/{name}.md") if b.language == "bash" and b.not_run is None]
     assert any(re.search(r"^vireo ", block.text, re.MULTILINE) for block in found)

@@ -308,15 +308,29 @@ def test_greedy_rows_and_drawn_ones_share_a_batch() -> None:
     assert float(logprobs[2]) == pytest.approx(math.log(0.16 / sum(sharp)), abs=1e-6)
 
 
-def test_no_rounding_names_a_token_without_probability() -> None:
-    """The largest random number there is, where the last words of the vocabulary are banned."""
+@pytest.mark.parametrize("parallel", [False, True])
+def test_no_rounding_names_a_token_without_probability(
+    parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest random number there is, where the last words of the vocabulary are banned; and
+    sums whose last bits go up and down, as hardware that adds in parallel makes them."""
     made = renderer("qwen3")
-    banned = tuple(range(900, 1000))
-    asked = request(made, prompt(made, 0, "Hi"), Sampling(4, seed=0), banned_ids=banned)
+    asked = request(
+        made, prompt(made, 0, "Hi"), Sampling(4, seed=0), banned_ids=tuple(range(900, 1000))
+    )
     draw = torch.Generator().manual_seed(5)
     logits = torch.randn(500, 1000, generator=draw) * 3
     logits[:, 900:] += 50.0  # the model wants them
     sampler = Sampler([asked] * 500, [0] * 500, CPU)
+    if parallel:
+        whole = torch.Tensor.cumsum
+
+        def uneven(self: torch.Tensor, dim: int) -> torch.Tensor:
+            sums = whole(self, dim)
+            sums[..., 950:] = sums[..., 950:].nextafter(torch.tensor(2.0).double()) + 2.0**-50
+            return sums
+
+        monkeypatch.setattr(torch.Tensor, "cumsum", uneven)
     for number in (1 - 2.0**-53, 0.0):
         sampler._rows["numbers"].fill_(number)
         tokens, logprobs = sampler(logits)
@@ -345,9 +359,10 @@ def test_shares_of_top_p_do_not_touch_the_other_rows_of_a_batch() -> None:
     cut = replace(asked, sampling=Sampling(4, top_p=0.5, seed=0))
     sampler = Sampler([asked, cut], [0, 0], CPU)
     sampler._rows["numbers"].fill_(1 - 2.0**-53)
-    logits = torch.cat([torch.zeros(1), torch.full((1,), -36.0)])  # 2e-16: the sum rounds to 1
+    # Before the least likely of them, the rounded sum is 1 already.
+    logits = torch.cat([torch.zeros(1), torch.full((11,), -36.3)])
     tokens, _ = sampler(logits.expand(2, -1))
-    assert tokens.tolist() == [1, 0]
+    assert tokens.tolist() == [11, 0]
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -643,6 +658,39 @@ async def test_rows_that_are_frozen_can_be_ended_or_put_back() -> None:
 
 
 @in_loop
+async def test_an_abort_counts_more_than_a_retraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it, after it, and once the rows have left the batch."""
+    requests = long_ones(4)
+    whole = EmbeddedEngine._generate
+
+    def late(self: EmbeddedEngine, rows: Any) -> Any:
+        out = whole(self, rows)
+        self._loop.call_soon_threadsafe(self._end, [rows[2]])
+        return out
+
+    monkeypatch.setattr(EmbeddedEngine, "_generate", late)
+    async with engine_of() as engine:
+        with Stepper() as stepper:
+            tasks = [asyncio.create_task(engine.generate(asked)) for asked in requests]
+            await stepper.reach(2)
+            first = asyncio.create_task(engine.abort([requests[0].rid]))
+            await asyncio.sleep(0)
+            pause = asyncio.create_task(engine.pause("retract"))
+            await asyncio.sleep(0)
+            second = asyncio.create_task(engine.abort([requests[1].rid]))
+            await asyncio.sleep(0.01)
+            assert not any(task.done() for task in (first, second, pause))
+            stepper.go()
+            await asyncio.gather(first, second, pause)
+            got = [await task for task in tasks[:3]]
+            assert [(one.finish, len(one.ids)) for one in got] == [("abort", 2)] * 3
+            monkeypatch.undo()
+            await engine.resume()
+            assert len((await tasks[3]).ids) == 40
+            assert stepper.widths[2:] == [1] * 38
+
+
+@in_loop
 async def test_an_update_waits_for_the_rows_that_are_computed() -> None:
     """And those behind them are answered by the new weights."""
     requests = long_ones()
@@ -868,8 +916,9 @@ async def test_weights_that_are_no_numbers_are_an_error() -> None:
     async with own() as engine:
         with torch.no_grad():
             engine.policy.hf.lm_head.weight.fill_(torch.nan)
-        with pytest.raises(EngineError, match="log-probability is nan"):
-            await engine.generate(request(renderer(ONE)))
+        for temperature in (0.0, 1.0):
+            with pytest.raises(EngineError, match="log-probability is nan"):
+                await engine.generate(request(renderer(ONE), sampling=Sampling(4, temperature)))
 
 
 @in_loop

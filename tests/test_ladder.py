@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image as Pil
+from safetensors.torch import save_file
 
 from tests.ranks.mismatch import pairs
+from tests.rows import picture
 from tests.serving import serving
 from tests.tiny_models import FAMILIES, noise, policy, row, tiny, user
 from tests.tiny_models import renderer as tiny_renderer
 from tests.trained import prompts, trained
+from vireo import cli
 from vireo.data.conversation import Conversation
 from vireo.data.prompt import Prompt
 from vireo.data.ragged import TRAINER_KEYS, Batch
@@ -26,8 +32,10 @@ from vireo.data.render import Renderer
 from vireo.data.response import with_response
 from vireo.models.build import whole_model
 from vireo.models.policy import Policy
+from vireo.rl import compare
 from vireo.rl.attribution import MAX_ABS, MULT, Tried, attribute, explain, scored
 from vireo.rl.ladder import Report, climb
+from vireo.rl.mismatch_page import as_json, as_page, as_text
 from vireo.rl.swaps import Trainer
 from vireo.rollout.embedded import EmbeddedEngine
 from vireo.rollout.http import Http
@@ -379,7 +387,6 @@ class Raw(Answers):
     ("kind", "sampling", "name"),
     [
         (Renormalised, Sampling(12, 1.3, top_p=0.7, seed=1), "renormalised"),
-        (Renormalised, Sampling(12, 1.3, top_k=3, seed=1), "renormalised"),
         (Renormalised, Sampling(12, 1.5, top_p=0.9, top_k=8, seed=1), "renormalised"),
         (Unbanned, SAMPLING, "no ban mask"),
         (Raw, SAMPLING, "raw logits"),
@@ -468,6 +475,98 @@ def test_two_runs_in_another_number_format_explain_a_gap_as_large_as_their_noise
     """A bf16 engine beside an fp32 trainer: in bf16 the trainer is as far from it as before."""
     found = explain(tried("base", 0.025), [tried("number format", 0.03, 0.03), tried("a", 0.024)])
     assert found[1] == ["number format"]
+
+
+# -- what a person gets ----------------------------------------------------------------------------
+
+
+def test_the_page_and_the_text_say_the_same() -> None:
+    """Whatever a row holds is escaped, and JSON has no infinity."""
+    report = climbed(engine(seen=shown(mirrored)))
+    report.rungs[1] = replace(report.rungs[1], found="<script>alert(1)</script>\x1b[31m")
+    report.base.gap["seq_ratio_error"] = float("inf")
+    text, page = as_text(report), as_page(report)
+    assert "\x1b" not in text + page
+    assert "<script" not in page
+    for words in ("parts at pixels", "explained by image flipped", "token_mult_prob_error"):
+        assert words in text
+        assert words in page
+    assert page.count("<circle") == len(report.tokens) == report_tokens(report)
+    for name in ("half size", "number format"):
+        assert name in text
+        assert f"<td>{name}</td>" in page
+    found = json.loads(as_json(report))
+    assert found["base"]["gap"]["seq_ratio_error"] is None
+    assert found["causes"] == ["image flipped"]
+    assert found["agrees"] is False
+    assert found["rungs"][0]["state"] == "equal"
+
+
+def report_tokens(report: Report) -> int:
+    kinds = [kind for kind, *_ in report.tokens]
+    return sum(kinds.count(kind) for kind in ("text", "image_first", "image_later"))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Three rows with pictures, one without."""
+    rows = []
+    for k in range(4):
+        images = [] if k == 3 else [f"{k}.png"]
+        for name in images:
+            picture(k).save(tmp_path / name)
+        asked = {"from": "human", "value": "<image>" * len(images) + "Where is it?"}
+        rows.append({"id": k, "image": images, "conversations": [asked]})
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    return tmp_path / "rows.json"
+
+
+def command(data: Path, *more: str) -> int:
+    return cli.main(["mismatch", "--model", trained()[1], "--data", str(data), *more])
+
+
+def test_the_command_reports_and_says_by_its_exit_code_whether_both_agree(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert command(data, "--out", str(out), "--limit", "3", "--max_new_tokens", "5") == 0
+    assert "nothing differs; explained by the noise floor" in capsys.readouterr().out
+    report = json.loads((out / "mismatch.json").read_text())
+    assert 0 < len(report["tokens"]) <= 3 * 5
+    assert "Mismatch of engine and trainer" in (out / "mismatch.html").read_text()
+    faulty = engine(False, seen=shown(mirrored))
+    monkeypatch.setattr(compare, "open_engine", lambda *given, **options: faulty)
+    assert command(data) == 1
+    assert "parts at log-probs; explained by image flipped" in capsys.readouterr().out
+
+
+def test_the_command_sends_new_weights_to_an_engine_that_had_others(
+    data: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert command(data, "--other_model", trained()[0], "--update") == 0
+    assert re.search(r"repeated image +equal", capsys.readouterr().out)
+
+
+def test_the_command_takes_the_number_format(data: Path, capsys: pytest.CaptureFixture) -> None:
+    assert command(data, "--dtype", "bf16", "--limit", "2") == 0
+    floor = re.search(r"trainer's own (\S+)$", capsys.readouterr().out.strip())
+    assert floor
+    assert float(floor[1]) > 1e-4
+
+
+def test_the_command_refuses_what_cannot_be_compared(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert command(data, "--other_model", tiny("llava")) == 2
+    (tmp_path / "none.json").write_text("[]")
+    assert command(tmp_path / "none.json") == 2
+    (tmp_path / "adapter").mkdir()
+    base = {"base_model_name_or_path": trained()[1], "peft_type": "LORA"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(base))
+    save_file({"empty": torch.zeros(1)}, tmp_path / "adapter" / "adapter_model.safetensors")
+    arguments = ["--model", str(tmp_path / "adapter"), "--data", str(data)]
+    assert cli.main(["mismatch", *arguments]) == 2
+    assert "--merge_lora" in capsys.readouterr().err
 
 
 # -- every family ----------------------------------------------------------------------------------

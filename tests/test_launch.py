@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.launch import ROOT, environment
-from tests.tiny_models import noise, renderer, row, tiny, user
+from tests.tiny_models import noise, renderer, row, scratch, tiny, user
 from vireo import __version__
 from vireo.rollout import launch
 from vireo.rollout import open as opening
@@ -34,14 +34,16 @@ FAMILY = "qwen2_5_vl"
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs are in `tmp_path`."""
+    scratch()
+    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(launch, "_STEP_S", 0.05)
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Makes a stand-in server, not started, and the way to it."""
-    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     made: list[Server] = []
 
@@ -240,10 +242,7 @@ def test_an_engine_starts_its_server_and_tells_of_its_log(stand_in: Callable[...
 
 
 @pytest.mark.slow
-def test_vireo_serve_is_started_like_any_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
+def test_vireo_serve_is_started_like_any_other(tmp_path: Path) -> None:
     port, keys = free_port(), Keys.new()
     command = launch.serve_command(tiny(FAMILY), port, keys, {"max_rows": "2"}, dtype="fp32")
     server = Server("vireo-serve", command, env=environment(), keys=keys, grace=5.0)

@@ -119,10 +119,9 @@ def test_a_file_cut_anywhere_is_gone_on_with(tmp_path: Path) -> None:
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
     near_ends = {end + step for end in [0, *ends] for step in (-1, 0, 1)} & {*range(len(whole) + 1)}
     for cut in sorted(near_ends):
-        tally = run._Tally()
         (out / "samples.jsonl").write_bytes(whole[:cut])
-        done = run._whole_groups(out / "samples.jsonl", 2, tally)
-        assert len(done) == whole[:cut].count(b"\n") // 2 == tally.groups
+        done = run._whole_groups(out / "samples.jsonl", 2)
+        assert len(done) == whole[:cut].count(b"\n") // 2
         assert whole.startswith((out / "samples.jsonl").read_bytes())
     for cut in (0, 100, len(whole) // 2, len(whole) - 1):
         (out / "samples.jsonl").write_bytes(whole[:cut])
@@ -132,38 +131,24 @@ def test_a_file_cut_anywhere_is_gone_on_with(tmp_path: Path) -> None:
 
 
 def test_a_command_that_is_killed_goes_on_without_loss_or_double(tmp_path: Path) -> None:
-    """By kill -9, twice; at the end everything is as in an unbroken run."""
-    prompts = write_prompts(tmp_path / "data", 16)
-
-    def command(out: Path) -> list[str]:
-        words = ["rollout", "--model", tiny(FAMILY), "--prompts", str(prompts), "--out", str(out)]
-        words += ["--n=2", "--max_new_tokens=16", "--engine_concurrency=4"]
-        return [sys.executable, "-m", "vireo", *words]
-
-    out, killed = tmp_path / "out", 0
-    for target in (2, 6):
-        process = subprocess.Popen(command(out), env=environment(), cwd=ROOT)
-        try:
-            while process.poll() is None and _lines(out) < 2 * target:
-                time.sleep(0.01)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGKILL)
-            killed += process.wait() == -signal.SIGKILL
-        assert _lines(out) >= 2 * target
-    assert killed == 2
-    begun = _lines(out)
-    subprocess.run(command(out), env=environment(), cwd=ROOT, check=True, stdout=subprocess.PIPE)
-    assert begun < _lines(out) == 32
-    assert json.loads((out / "summary.json").read_text())["samples"] == 32
-    options = {"engine": EngineSettings(engine_concurrency=4)}
-    run.rollout(
-        model=tiny(FAMILY),
-        prompts=str(prompts),
-        out=str(tmp_path / "unbroken"),
-        sampling=SamplingSettings(n=2, max_new_tokens=16),
-        **options,
-    )
+    """By kill -9; at the end everything is as in an unbroken run."""
+    prompts, out = write_prompts(tmp_path / "data", 10), tmp_path / "out"
+    words = ["rollout", "--model", tiny(FAMILY), "--prompts", str(prompts), "--out", str(out)]
+    words += ["--n=2", "--max_new_tokens=16", "--engine_concurrency=2"]
+    process = subprocess.Popen([sys.executable, "-m", "vireo", *words], env=environment(), cwd=ROOT)
+    try:
+        while process.poll() is None and _lines(out) < 6:
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        code = process.wait()
+    assert code == -signal.SIGKILL
+    assert 6 <= _lines(out) < 20
+    options: Any = {"model": tiny(FAMILY), "prompts": str(prompts)}
+    options["engine"] = EngineSettings(engine_concurrency=2)
+    options["sampling"] = SamplingSettings(n=2, max_new_tokens=16)
+    assert run.rollout(out=str(out), **options)["samples"] == 20
+    run.rollout(out=str(tmp_path / "unbroken"), **options)
     assert responses(out) == responses(tmp_path / "unbroken")
 
 
@@ -238,6 +223,20 @@ def test_other_prompts_and_other_folders_are_refused(tmp_path: Path) -> None:
         roll(prompts, tmp_path / "out")
     with pytest.raises(InputError, match="is not empty and holds no rollouts"):
         roll(prompts, tmp_path / "data")
+
+
+@pytest.mark.usefixtures("stub")
+def test_a_folder_in_which_nothing_was_generated_can_have_other_settings(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "data", 2)
+    with pytest.raises(InputError, match="no model folder at"):
+        run.rollout(
+            model=str(tmp_path / "absent"),
+            prompts=str(prompts),
+            out=str(tmp_path / "out"),
+            engine=EMBEDDED,
+            sampling=SamplingSettings(),
+        )
+    assert roll(prompts, tmp_path / "out")["samples"] == 4
 
 
 @pytest.mark.usefixtures("stub")

@@ -31,7 +31,7 @@ from tests.launch import environment
 from tests.serving import Calls, Scripted, calling, in_loop, serving
 from tests.tiny_models import noise, renderer, row, tiny, user
 from vireo import __version__, cli
-from vireo.data.prompt import Prompt
+from vireo.data.prompt import Prompt, data_url
 from vireo.errors import InputError
 from vireo.families.tiny import build
 from vireo.models.load import targets_of
@@ -40,7 +40,7 @@ from vireo.rollout.contract import check
 from vireo.rollout.embedded import EmbeddedEngine
 from vireo.rollout.engine import EngineError
 from vireo.rollout.http import Http
-from vireo.rollout.protocol import data_url, generate_body
+from vireo.rollout.protocol import generate_body
 from vireo.rollout.sample import Request, Sampling, new_rid
 from vireo.rollout.server import Fault, Server, bound, until_stopped
 from vireo.rollout.sglang import SglangEngine
@@ -61,6 +61,12 @@ def png(width: int = 30, height: int = 30, shade: int = 90) -> bytes:
     out = io.BytesIO()
     PIL.Image.new("RGB", (width, height), (shade, 0, 0)).save(out, "PNG")
     return out.getvalue()
+
+
+def wire(request: Request, form: str = "ids") -> dict[str, Any]:
+    """The body that a client sends for a request."""
+    images = {"image_data": [data_url(png) for png in request.prompt.pngs]}
+    return generate_body(request, form) | (images if request.prompt.pictures else {})
 
 
 def ask(new: int | None = 4, **fields: Any) -> dict[str, Any]:
@@ -112,7 +118,7 @@ async def test_the_prompt_of_a_request_is_the_trainers(family: str, form: str):
     request = Request(prompt, Sampling(max_new_tokens=2), made.stop_ids, made.banned_ids)
     engine = Scripted()
     async with serving(engine, made) as url, calling(url) as calls:
-        status, answer = await calls.post("/generate", generate_body(request, form))
+        status, answer = await calls.post("/generate", wire(request, form))
     assert status == 200, answer
     meta = answer["meta_info"]
     assert answer["prompt_token_ids"] == prompt.expanded
@@ -275,8 +281,11 @@ BAD = [
     ({"text": ""}, 400, "expected one that is not empty"),
     ({"text": ["a", 3]}, 400, "expected one that is not empty"),
     ({"input_ids": [99_999]}, 400, "the prompt has 99999, which is no token"),
+    ({"input_ids": [10**30]}, 400, "which is no token of the model"),
+    ({"text": "a\ud800b"}, 400, "expected one that is not empty"),
     ({"input_ids": [-1]}, 400, "the prompt has -1, which is no token"),
     ({"text": "a\U0010fffd"}, 400, "which is no token of the model"),
+    ({"text": "a<|image_pad|>"}, 400, "1 image tokens in the prompt, expected 0 placeholders"),
     ({"text": "a", "stream": True}, 400, "stream True: vireo serve does not have it"),
     ({"text": "a", "logprob_start_len": 0}, 400, "logprob_start_len 0: vireo serve does not"),
     ({"text": "a", "logprob_start_len": -1, "top_logprobs_num": 0, "stream": False}, 200, ""),
@@ -339,6 +348,25 @@ async def test_what_is_asked_for_wrongly_is_refused_as_stock_does_and_named():
 
 
 @in_loop
+async def test_ids_of_an_image_that_is_not_there_are_refused_before_they_fail_others():
+    made, image = renderer(FAMILY), data_url(png())
+    slot = made.tokenizer.encode(SLOT, add_special_tokens=False)
+    token = made.config.image_token_id
+    async with scripted() as (calls, _):
+        for ids, images, status in (
+            ([4, *slot], [image], 200),
+            ([4, *slot, *slot], [image, image], 200),
+            ([4, token], None, 400),
+            ([4, *slot, token], [image], 400),
+            ([4, slot[0], token, token, slot[-1]], [image], 400),  # expanded already
+            (slot, None, 400),
+            ([4], [image], 400),
+        ):
+            found, answer = await calls.post("/generate", ask(1, input_ids=ids, image_data=images))
+            assert found == status, (ids, answer)
+
+
+@in_loop
 async def test_each_kind_of_error_has_stocks_shape():
     async with scripted() as (calls, _):
         _, answer = await calls.post("/generate", {})
@@ -395,7 +423,7 @@ def test_urls_and_paths_are_not_opened_unless_urls_are_allowed(tmp_path: Path, p
             found = []
             for image in (url, path, f"file://{path}", f" {url}", f"{picture_site}/b", "ftp://x/y"):
                 status, said = await calls.post("/generate", ask(1, text=SLOT, image_data=image))
-                assert status == 200 or "image_data" in said["error"]["message"]
+                assert status == 200 or "image" in said["error"]["message"]
                 found.append(status)
             return found
 
@@ -509,6 +537,24 @@ async def test_a_pause_by_abort_returns_when_nothing_runs_and_new_requests_wait(
         assert (await calls.get("/health"))[0] == 200
         status, answer = await calls.post("/pause_generation", {"mode": "slowly"})
         assert (status, answer["object"]) == (400, "error")
+
+
+@in_loop
+async def test_a_request_that_comes_while_a_pause_begins_waits_outside_the_engine():
+    class Slow(Scripted):
+        async def pause(self, mode: Any = "abort") -> None:
+            await super().pause(mode)
+            await asyncio.sleep(0.1)
+
+    engine = Slow()
+    async with serving(engine, renderer(FAMILY)) as url, calling(url) as calls:
+        pause = asyncio.create_task(calls.post("/pause_generation", {}))
+        await until(lambda: engine.state.name == "paused")
+        task = asyncio.create_task(calls.post("/generate", ask(1)))
+        assert (await pause)[0] == 200  # and does not wait for it
+        assert not task.done()
+        await calls.post("/continue_generation")
+        assert finish(await task) == "length"
 
 
 @in_loop
@@ -741,7 +787,7 @@ async def test_refused_weights_change_nothing_and_failed_ones_stop_generation():
         await ok(calls, "/begin_weight_update")
         await no(calls, "/update_weights_from_tensor", BUCKET, "no_such.weight is unknown")
         writes.error = RuntimeError("broken pipe")
-        await no(calls, "/update_weights_from_tensor", BUCKET, "RuntimeError: broken pipe")
+        await no(calls, "/update_weights_from_tensor", BUCKET, "RuntimeError('broken pipe')")
         await ok(calls, "/end_weight_update")
         assert engine.weights == "default"
         status, answer = await calls.post("/generate", ask(1))
@@ -906,7 +952,7 @@ async def test_answers_over_http_are_those_of_the_engine_itself():
     ]
     async with serving(engine, made, receiver) as url, calling(url) as calls:
         there = await asyncio.gather(
-            *(calls.post("/generate", generate_body(request, "ids")) for request in wanted)
+            *(calls.post("/generate", wire(request)) for request in wanted)
         )
         here = await asyncio.gather(
             *(engine.generate(replace(request, rid=request.rid[::-1])) for request in wanted)
@@ -921,6 +967,30 @@ async def test_answers_over_http_are_those_of_the_engine_itself():
 
 
 @in_loop
+async def test_parameters_at_their_limits_do_not_fail_the_requests_beside_them():
+    engine, receiver = embedded(tiny(FAMILY))
+    last = renderer(FAMILY).config.get_text_config().vocab_size - 1
+    limits: list[dict[str, Any]] = [
+        *({"temperature": t} for t in (1e-6, 1e30, 9.9e-7)),
+        *({"top_p": p} for p in (1e-300, 1, 1.0)),
+        *({"top_k": k} for k in (10**30, 1)),
+        *({"sampling_seed": seed} for seed in (0, 2**63 - 1)),
+        *({"stop_token_ids": [stop]} for stop in (10**30, -1)),
+        {"logit_bias": {str(i): -1e9 for i in range(last)}},
+        {},
+    ]
+    async with serving(engine, renderer(FAMILY), receiver) as url, calling(url) as calls:
+        bodies = [ask(3, params=params, return_logprob=True) for params in limits]
+        answers = await asyncio.gather(*(calls.post("/generate", body) for body in bodies))
+    for params, (status, answer) in zip(limits, answers):
+        assert status == 200, (params, answer)
+        assert len(answer["output_ids"]) > 0
+        scored = answer["meta_info"]["output_token_logprobs"]
+        assert all(-1e5 < value <= 0 for value, _, _ in scored)
+    assert {*answers[-2][1]["output_ids"]} == {last}
+
+
+@in_loop
 async def test_weights_by_folder_and_by_shared_memory_change_answers_and_checksums(tmp_path: Path):
     made, prompt = renderer(FAMILY), one_picture()
     other = str(build(FAMILY, tmp_path / "other", size="test", seed=7))
@@ -928,7 +998,7 @@ async def test_weights_by_folder_and_by_shared_memory_change_answers_and_checksu
     greedy = Request(prompt, Sampling(6, 0.0), made.stop_ids, made.banned_ids)
 
     async def scored(calls: Calls) -> list[float]:
-        status, answer = await calls.post("/generate", generate_body(greedy, "ids"))
+        status, answer = await calls.post("/generate", wire(greedy))
         assert status == 200, answer
         return [value for value, _, _ in answer["meta_info"]["output_token_logprobs"]]
 
@@ -966,9 +1036,7 @@ async def test_weights_by_folder_and_by_shared_memory_change_answers_and_checksu
 async def test_memory_of_a_model_is_given_back_and_filled_again():
     made = renderer(FAMILY)
     engine, receiver = embedded(tiny(FAMILY))
-    body = generate_body(
-        Request(one_picture(), Sampling(5, 0.0), made.stop_ids, made.banned_ids), "ids"
-    )
+    body = wire(Request(one_picture(), Sampling(5, 0.0), made.stop_ids, made.banned_ids))
     async with serving(engine, made, receiver) as url, calling(url) as calls:
         first = (await calls.post("/generate", body))[1]["output_ids"]
         await calls.post("/pause_generation", {})

@@ -187,9 +187,9 @@ def test_a_request_is_sent_again_under_another_name_after_its_first_was_ended() 
 @pytest.mark.parametrize("word", ["die", "hang"])
 def test_a_server_that_is_gone_is_said_to_be(word: str) -> None:
     async def test() -> None:
-        async with serving("ok", word, timeout=0.2) as (server, engine):
+        async with serving("ok", word, timeout=0.4) as (server, engine):
             await engine.generate(request())
-            said = "is dead" if word == "die" else "hangs: silent for 0.2 s"
+            said = "is dead" if word == "die" else "hangs: silent for 0.4 s"
             with pytest.raises(EngineGone, match=said):
                 await engine.generate(request())
             health = await engine.health()
@@ -215,20 +215,19 @@ def test_no_request_is_lost_or_answered_twice() -> None:
     script: list[Word] = ["reset", 503, "ok", "cut", 500, "ok", "garbage", 429, "short", "ok", 400]
 
     async def test() -> None:
-        async with serving(*script * 2, concurrency=8) as (server, engine):
+        options: dict[str, Any] = {"concurrency": 8, "retries": 20, "backoff": 0.001}
+        async with serving(*script * 2, **options) as (server, engine):
             made = [request() for _ in range(40)]
             got = await asyncio.gather(*map(engine.generate, made), return_exceptions=True)
             good = [one for one in got if isinstance(one, Generation)]
             bad = [one for one in got if isinstance(one, EngineError)]
             assert len(good) + len(bad) == 40
-            assert len(bad) <= 6  # two of each kind that stops, at most
+            assert 6 <= len(bad) <= 7  # those that stop; and one may have met both 500
             assert all(one.ids == [7, 8, 9] for one in good)
             assert max(server.answered.values()) == 1
             assert server.busiest <= 8
             names = [body["rid"] for body in server.bodies]
-            assert len(set(names)) == len(names) - sum(
-                names.count(one.rid) - 1 for one in made if one.rid in names
-            )
+            assert len(set(names)) == len(names)
 
     run(test)
 
@@ -267,11 +266,11 @@ def test_a_server_that_answers_others_does_not_hang() -> None:
     """The limit is of its silence: one long response among short ones is not over it."""
 
     async def test() -> None:
-        async with serving("slow", timeout=0.2) as (server, engine):
+        async with serving("slow", timeout=0.4) as (server, engine):
             long = asyncio.create_task(engine.generate(request()))
             await until(lambda: server.busy == 1)
             for _ in range(6):
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.1)
                 await engine.generate(request())
             assert not long.done()
             with pytest.raises(EngineGone, match="hangs"):
@@ -282,11 +281,12 @@ def test_a_server_that_answers_others_does_not_hang() -> None:
 
 def test_the_silence_of_a_paused_server_is_no_failure() -> None:
     async def test() -> None:
-        async with serving("slow", timeout=0.1) as (server, engine):
+        async with serving("slow", timeout=0.3) as (server, engine):
             frozen = asyncio.create_task(engine.generate(request()))
             await until(lambda: server.busy == 1)
             await engine.pause("in_place")
-            await asyncio.sleep(0.2)
+            for _ in range(3):
+                await asyncio.sleep(0.15)
             assert not frozen.done()
             await engine.resume()
             with pytest.raises(EngineGone, match="hangs"):
@@ -711,7 +711,7 @@ def test_sleep_waits_until_the_server_is_idle_and_tells_each_tag_once() -> None:
 
 def test_a_server_that_never_gets_idle_is_not_put_to_sleep() -> None:
     async def test() -> None:
-        async with serving(timeout=0.1) as (server, engine):
+        async with serving(timeout=0.4) as (server, engine):
             await engine.pause()
             server.words["/flush_cache"] = [(400, "busy")] * 1000
             with pytest.raises(EngineError, match="not idle"):
@@ -806,7 +806,7 @@ def test_new_weights_come_when_nothing_runs_and_empty_the_caches(pushed: list[An
 
 def test_frozen_responses_keep_their_tokens_over_an_update(pushed: list[Any]) -> None:
     async def test() -> None:
-        async with serving("slow", timeout=0.5) as (server, engine):
+        async with serving("slow", timeout=1.0) as (server, engine):
             running = asyncio.create_task(engine.generate(request()))
             await until(lambda: server.busy == 1)
             await engine.pause("in_place")
@@ -944,7 +944,7 @@ def test_what_a_dead_server_had_goes_to_another_once() -> None:
 
 def test_a_hanging_server_is_left_too() -> None:
     async def test() -> None:
-        async with pair(["hang"], [], timeout=0.15) as (_, two, engine):
+        async with pair(["hang"], [], timeout=0.4) as (_, two, engine):
             got = await all_of(engine, [grouped("a"), grouped("b")])
             assert [g.finish for g in got] == ["stop", "stop"]
             assert len(two.bodies) == 2

@@ -99,7 +99,11 @@ class StandIn:
             return web.Response()
         if failed := self._failed(request.path):
             return failed
-        found = {"/server_info": self.info, "/weight_info": {"weight_version": self.version}}
+        found = {
+            "/server_info": self.info,
+            "/weight_info": {"weight_version": self.version},
+            "/is_sleeping": {"is_sleeping": self.asleep or self.paused},
+        }
         return web.json_response(found.get(request.path) or said(request.path))
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
@@ -283,6 +287,15 @@ def test_a_wrong_answer_is_an_error(where: str, value: Any, message: str) -> Non
     run(test)
 
 
+def test_a_log_probability_that_is_rounded_above_zero_is_zero() -> None:
+    async def test() -> None:
+        async with StandIn() as server, server.engine() as engine:
+            server.spoil = spoiled(f"{CONTENT}.1.logprob", 5e-7)
+            assert (await engine.generate(request())).logprobs[1] == 0.0
+
+    run(test)
+
+
 # -- requests ------------------------------------------------------------------------------------
 
 
@@ -401,6 +414,10 @@ def says(path: str, **answer: Any) -> Callable[[StandIn], None]:
     return change
 
 
+def other_model(server: StandIn) -> None:
+    server.info["vllm_config"]["model_config"]["model"] = tiny("qwen2_vl")
+
+
 SERVERS = {
     "another release": (says("/version", version="0.33.0"), "vLLM 0.33.0 is not known"),
     "no control": (fails("/server_info", "not found"), "VLLM_SERVER_DEV_MODE=1 in its env"),
@@ -408,7 +425,7 @@ SERVERS = {
     "raw log-probs": (has(logprobs_mode="raw_logprobs"), r"processed_logprobs \(it has raw_"),
     "text alone": (has(multimodal_config=None), "the vision tower"),
     "no tower": (has(multimodal_config={"language_model_only": True}), "the vision tower"),
-    "another model": (has(model=tiny("qwen2_vl")), "is of type qwen2_vl, expected qwen2_5_vl"),
+    "another model": (other_model, "is of type qwen2_vl, expected qwen2_5_vl"),
     "another tokenizer": (says("/tokenize", tokens=[1, 2]), "has another tokenizer"),
 }
 
@@ -435,7 +452,7 @@ def test_a_server_of_another_shape_is_an_error() -> None:
         async with StandIn() as server:
             del server.info["vllm_config"]["device_config"]
             engine = server.engine()
-            with pytest.raises(EngineError, match=r"/server_info.*another shape"):
+            with pytest.raises(EngineError, match=r"/server_info.*model_config, device_config"):
                 await engine.start()
             await engine.close()
 
@@ -528,6 +545,7 @@ def test_a_pause_holds_requests(mode: Any, query: str) -> None:
             await engine.pause(mode)
             assert server.calls[-1] == f"/pause?{query}"
             assert going.done() == (mode == "abort")
+            assert engine.http._held  # a frozen request is not one whose server hangs
             waiting = asyncio.create_task(engine.generate(request()))
             await asyncio.sleep(0.02)
             await engine.pause(mode)
@@ -536,8 +554,23 @@ def test_a_pause_holds_requests(mode: Any, query: str) -> None:
             server.slow = False
             await engine.resume()
             assert (await waiting).finish == "stop"
+            assert not engine.http._held
             await engine.abort()
             assert (await going).finish == "abort"
+
+    run(test)
+
+
+def test_a_server_that_was_left_asleep_is_refused() -> None:
+    """It would go on, with whatever lies where its weights were."""
+
+    async def test() -> None:
+        async with StandIn() as server:
+            server.asleep = server.paused = True
+            engine = server.engine()
+            with pytest.raises(EngineRefused, match="left asleep, without them"):
+                await engine.start()
+            await engine.close()
 
     run(test)
 
@@ -645,7 +678,7 @@ def other() -> str:
 def changed(name: str, change: Callable[[dict[str, Any], str], Any]) -> str:
     """A copy of the tiny checkpoint in which one tensor is not as it must be."""
     out = scratch() / f"vllm-{name}"
-    shutil.copytree(tiny(FAMILY), out)
+    shutil.copytree(tiny(FAMILY), out, dirs_exist_ok=True)
     tensors = load_file(out / "model.safetensors")
     change(tensors, "model.layers.0.mlp.down_proj.weight")
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
@@ -697,7 +730,7 @@ def test_a_running_server_is_drained_paused_and_goes_on() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("lacking", lambda t, name: t.pop(name), "layers.0.mlp.down_proj.weight.*checkpoint has it"),
+        ("lacking", lambda t, name: t.pop(name), "0.mlp.down_proj.*checkpoint has it"),
         ("strange", lambda t, name: t.update(extra=t[name] * 1), "extra.*no such tensor"),
         ("short", lambda t, name: t.update({name: t[name][:, :8].contiguous()}), "has shape"),
     ],

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from PIL import Image as Pil
 from torch import Tensor
 
 from vireo.data.conversation import Conversation
@@ -26,11 +28,12 @@ from vireo.rollout.engine import RolloutEngine
 from vireo.rollout.sample import Generation, Request, Sample, Sampling
 from vireo.weights.receive import Receiver
 
-# Largest ||a - b|| / ||a|| of vision embeddings. bf16: those of a picture alone and beside others
-# are 0.022 apart; float32: 1e-6.
+# Largest ||a - b|| / ||b|| of the embeddings of a prompt's pictures. bf16: those of a picture alone
+# and beside others are 0.022 apart (Qwen2.5-VL-3B's shape, one H200).
 EMBEDDINGS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 State = Literal["equal", "differs", "unseen", "says nothing", "not reached"]
+Found = tuple[State, str]
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Report:
     tried: list[Tried]
     says: str
     causes: list[str]
-    tokens: list[tuple[str, int, float, float]] = field(default_factory=list)
+    tokens: list[tuple[str, int, float, float]]
 
     @property
     def agrees(self) -> bool:
@@ -74,47 +77,36 @@ async def climb(
 ) -> Report:
     """Let a started engine answer the rows and compare it with the trainer, rung by rung.
 
-    `update` sends the engine the trainer's weights; it is asked once before that, so that whatever
-    it keeps of pictures is of its weights until then.
+    `update` sends the engine the trainer's weights. It is asked once before that, so that whatever
+    it keeps of pictures is of the weights that it had.
     """
-    prompts = [trainer.renderer.rollout(row) for row in rows]
-    ask = _Asking(engine, trainer, sampling)
-    before = None if update is None else await ask(prompts)
-    if update is not None:
+    run = _Climb(engine, trainer, sampling, [trainer.renderer.rollout(row) for row in rows])
+    before = await run.ask(run.prompts) if update else None
+    if update:
         await update()
-    got = await ask(prompts)
-    pairs = [ask.pair(prompt, one) for prompt, one in zip(prompts, got)]
-    scoring = [trainer.row(pair) for pair in pairs]
-    logprobs = scored(trainer, scoring)
-    floor = noise_floor(trainer, pairs, scoring, logprobs)
-    base = Tried("as in training", "", gap(pairs, logprobs), floor, 0)
-    moved = before is not None and [b.logprobs for b in before] != [g.logprobs for g in got]
-    steps = _Steps(ask, prompts, got, pairs, logprobs, base, update is not None, moved)
+    await run.compare(before)
     rungs: list[Rung] = []
-    for name, step in steps.all():
+    for name, step in run.steps():
         parted = any(rung.state == "differs" for rung in rungs)
         rungs.append(Rung(name, "not reached") if parted else Rung(name, *await step()))
-    tried = [] if base.is_noise else attribute(trainer, pairs, floor)
+    tried = [] if run.base.is_noise else attribute(trainer, run.pairs, run.base.floor)
     health = await engine.health()
-    return Report(
-        f"{health.server}, weights {health.weights}",
-        rungs,
-        base,
-        tried,
-        *explain(base, tried),
-        [
-            ("text" if not p.pictures else "image_first" if i < NEAR else "image_later", i, g, t)
-            for (p, s), one in zip(pairs, logprobs)
-            for i, (g, t) in enumerate(zip(s.logprobs, one.tolist()))
-        ],
-    )
+    tokens = [
+        ("text" if not p.pictures else "image_first" if i < NEAR else "image_later", i, g, t)
+        for (p, sample), one in zip(run.pairs, run.logprobs)
+        for i, (g, t) in enumerate(zip(sample.logprobs, one.tolist()))
+    ]
+    says, causes = explain(run.base, tried)
+    name = f"{health.server}, weights {health.weights}"
+    return Report(name, rungs, run.base, tried, says, causes, tokens)
 
 
-@dataclass
-class _Asking:
-    engine: RolloutEngine
-    trainer: Trainer
-    sampling: Sampling
+class _Climb:
+    def __init__(
+        self, engine: RolloutEngine, trainer: Trainer, sampling: Sampling, prompts: list[Prompt]
+    ):
+        self.engine, self.trainer, self.sampling = engine, trainer, sampling
+        self.prompts, self._looks = prompts, list[dict[str, Any]]()
 
     def request(self, prompt: Prompt, number: int) -> Request:
         made, seed = self.trainer.renderer, self.sampling.seed
@@ -122,188 +114,167 @@ class _Asking:
         sampling = replace(self.sampling, seed=own)
         return Request(prompt, sampling, made.stop_ids, made.banned_ids, group=str(number))
 
-    async def __call__(self, prompts: Sequence[Prompt]) -> list[Generation]:
+    async def ask(self, prompts: Sequence[Prompt]) -> list[Generation]:
         requests = [self.request(prompt, i) for i, prompt in enumerate(prompts)]
         return await asyncio.gather(*map(self.engine.generate, requests))
 
     def pair(self, prompt: Prompt, got: Generation) -> Pair:
         assert prompt.row is not None
-        mask = [1] * len(got.ids)
-        made = Sample("", 0, prompt.row, prompt.expanded, got.ids, got.logprobs, mask)
-        return prompt, replace(made, sampling=self.sampling)
+        sample = Sample("", 0, prompt.row, prompt.expanded, got.ids, got.logprobs)
+        return prompt, replace(sample, mask=[1] * len(got.ids), sampling=self.sampling)
 
+    async def compare(self, before: list[Generation] | None) -> None:
+        """What the engine answers, and what the trainer makes of it. `before`: the answers before
+        an update."""
+        self.got = await self.ask(self.prompts)
+        self.pairs = list(map(self.pair, self.prompts, self.got))
+        rows = list(map(self.trainer.row, self.pairs))
+        self.logprobs = scored(self.trainer, rows)
+        floor = noise_floor(self.trainer, self.pairs, rows, self.logprobs)
+        self.base = Tried("as in training", "", gap(self.pairs, self.logprobs), floor, 0)
+        self.silent = "no weights were sent between (see --update)" if before is None else ""
+        if before and [one.logprobs for one in before] == [one.logprobs for one in self.got]:
+            self.silent = "the weights that were sent changed nothing"
 
-Found = tuple[State, str]
-
-
-@dataclass
-class _Steps:
-    ask: _Asking
-    prompts: list[Prompt]
-    got: list[Generation]
-    pairs: list[Pair]
-    logprobs: list[Tensor]
-    base: Tried
-    updated: bool
-    moved: bool  # the update changed the responses
-    looks: list[dict[str, Any]] = field(default_factory=list)
-
-    def all(self) -> Iterator[tuple[str, Callable[[], Awaitable[Found]]]]:
-        yield "ids and response", self.ids
-        keys = self.ask.trainer.renderer.family.keys
+    def steps(self) -> Iterator[tuple[str, Callable[[], Awaitable[Found]]]]:
+        keys = self.trainer.renderer.family.keys
         values = [(n, v) for p in self.prompts for n, v in p.example.fields.items() if n in keys]
-        floats = {n for n, v in values if v.is_floating_point()}
-        others = {n for n, _ in values} - floats
+        floats = {name for name, value in values if value.is_floating_point()}
+        others = {name for name, _ in values} - floats
+        yield "ids and response", self.ids
         if floats:
-            yield "pixels", lambda: self.fields(sorted(floats))
+            yield "pixels", partial(self.fields, sorted(floats))
         if others:
-            yield "other keys", lambda: self.fields(sorted(others))
-        yield "positions", lambda: self.fields(["positions"])
+            yield "other keys", partial(self.fields, sorted(others))
+        yield "positions", partial(self.fields, ["positions"])
         yield "weights", self.weights
         if any(prompt.pictures for prompt in self.prompts):
             yield "repeated image", self.repeated
             yield "embeddings", self.embeddings
-        yield "log-probs", self.compared
+        yield "log-probs", self.agree
 
     async def ids(self) -> Found:
         """The expanded ids of the prompt, and all else that a response must keep."""
-        words = self.ask.trainer.renderer.config.get_text_config().vocab_size
-        silent = 0
+        words = self.trainer.renderer.config.get_text_config().vocab_size
         for i, (prompt, got) in enumerate(zip(self.prompts, self.got)):
-            if got.prompt_ids is None:
-                silent += 1
-                got = replace(got, prompt_ids=prompt.expanded)
             try:
-                check(_where(prompt, i), self.ask.request(prompt, i), got, words)
+                seen = replace(got, prompt_ids=got.prompt_ids or prompt.expanded)
+                check(self.where(i), self.request(prompt, i), seen, words)
             except ContractError as error:
                 return "differs", str(error)
-        if silent:
+        if any(got.prompt_ids is None for got in self.got):
             return "unseen", "the engine does not say which prompt ids it saw"
         return "equal", f"{sum(len(p.expanded) for p in self.prompts)} ids of prompts"
 
     async def fields(self, names: list[str]) -> Found:
         """Tensors of the model's input, bit for bit."""
         compared: set[str] = set()
-        for i, (prompt, look) in enumerate(zip(self.prompts, await self.looked())):
-            for name in names:
-                ours, theirs = prompt.example.fields.get(name), look.get(name)
-                if ours is None or theirs is None:
-                    continue
+        for i, (prompt, look) in enumerate(zip(self.prompts, await self.looks())):
+            for name in look.keys() & prompt.example.fields.keys() & set(names):
                 compared.add(name)
-                if place := _differ(theirs, ours):
-                    return "differs", f"{_where(prompt, i)}: {name} {place}"
+                if place := _differ(look[name], prompt.example.fields[name]):
+                    return "differs", f"{self.where(i)}: {name} {place}"
         if missing := [name for name in names if name not in compared]:
             return "unseen", f"the engine does not show {', '.join(missing)}"
         return "equal", ", ".join(names)
 
     async def weights(self) -> Found:
         """The version of every token, and checksums in either number format."""
-        versions = sorted({version for got in self.got for version, _ in got.spans})
-        now = self.ask.engine.weights
-        if versions not in ([], [now]):
-            return "differs", f"tokens are of weights {', '.join(versions)}, the engine has {now}"
-        theirs = await self.ask.engine.checksums()
+        versions, now = {v for got in self.got for v, _ in got.spans}, self.engine.weights
+        if versions - {now}:
+            seen = ", ".join(sorted(versions))
+            return "differs", f"tokens are of weights {seen}, the engine has {now}"
+        theirs = await self.engine.checksums()
         if not theirs:
             return "unseen", f"version {now}; the engine shows no checksums"
-        policy = self.ask.trainer.policy
-        worst = None
+        policy = self.trainer.policy
         own = next(policy.parameters()).dtype
+        found: list[tuple[int, str]] = []
         for dtype in dict.fromkeys((own, torch.float32, torch.bfloat16)):
             with in_format(policy, dtype):
                 ours = await asyncio.to_thread(Receiver(policy.hf, policy.family).checksums)
-            apart = [n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)]
+            apart = sorted(n for n in ours | theirs if ours.get(n) != theirs.get(n))
             if not apart:
                 return "equal", f"version {now}, {len(ours)} checksums"
-            if worst is None or len(apart) < len(worst[0]):
-                worst = sorted(apart), ours
-        assert worst is not None
-        first = worst[0][0]
-        return "differs", (
-            f"{len(worst[0])} of {len(worst[1])} tensors, the first is {first}: "
-            f"{theirs.get(first)} in the engine, {worst[1].get(first)} in the trainer"
-        )
+            first = apart[0]
+            values = f"{theirs.get(first)} in the engine, {ours.get(first)} in the trainer"
+            of = f"{len(apart)} of {len(ours)} tensors"
+            found.append((len(apart), f"{of}, the first is {first}: {values}"))
+        return "differs", min(found, key=lambda one: one[0])[1]
 
     async def repeated(self) -> Found:
-        """The pictures that the engine has seen before, and the same with one grey level of one
-        pixel changed, which nothing can have kept: both must be as near to the trainer."""
-        trainer = self.ask.trainer
+        """Pictures that the engine has seen before, and the same with one grey level of one pixel
+        changed, which nothing can have kept: both must be as near to the trainer."""
         seen = [prompt for prompt in self.prompts if prompt.pictures]
-        fresh = [with_pictures(trainer, p, list(map(_one_level_off, p.pictures))) for p in seen]
+        fresh = [
+            with_pictures(self.trainer, p, list(map(_one_level_off, p.pictures))) for p in seen
+        ]
         tried = []
         for prompts in (seen, fresh):
-            pairs = [self.ask.pair(p, g) for p, g in zip(prompts, await self.ask(prompts))]
-            figures = gap(pairs, scored(trainer, [trainer.row(pair) for pair in pairs]))
-            tried.append(replace(self.base, gap=figures))
+            pairs = list(map(self.pair, prompts, await self.ask(prompts)))
+            logprobs = scored(self.trainer, list(map(self.trainer.row, pairs)))
+            tried.append(replace(self.base, gap=gap(pairs, logprobs)))
         again, new = tried
         found = f"mult error - 1 is {again.mult:.2e}, with a grey level changed {new.mult:.2e}"
         if not again.is_noise and new.mult <= again.mult / MOST:
             return "differs", f"{found}: the engine keeps embeddings of old weights for pictures"
-        if not self.updated:
-            return "says nothing", f"{found}; no weights were sent between (see --update)"
-        if not self.moved:
-            return "says nothing", f"{found}; the weights that were sent changed nothing"
-        return "equal", found
+        return ("says nothing", f"{found}; {self.silent}") if self.silent else ("equal", found)
 
     async def embeddings(self) -> Found:
         """What the language model gets of pictures."""
-        trainer, largest, count = self.ask.trainer, 0.0, 0
-        dtype = next(trainer.policy.parameters()).dtype
-        limit = EMBEDDINGS[dtype]
-        device = next(trainer.policy.parameters()).device
-        async with EmbeddedEngine(trainer.policy, trainer.renderer, device) as own:
-            for i, (prompt, look) in enumerate(zip(self.prompts, await self.looked())):
-                if not prompt.pictures or "embeddings" not in look:
+        policy, largest, count = self.trainer.policy, 0.0, 0
+        parameter = next(policy.parameters())
+        limit = EMBEDDINGS[parameter.dtype]
+        async with EmbeddedEngine(policy, self.trainer.renderer, parameter.device) as own:
+            for i, (prompt, look) in enumerate(zip(self.prompts, await self.looks())):
+                if "embeddings" not in look or not prompt.pictures:
                     continue
                 theirs = look["embeddings"].float()
-                ours = (await own.look(self.ask.request(prompt, i)))["embeddings"].float()
+                ours = (await own.look(self.request(prompt, i)))["embeddings"].float()
                 if theirs.shape != ours.shape:
-                    shapes = f"{list(theirs.shape)} in the engine, {list(ours.shape)}"
-                    return "differs", f"{_where(prompt, i)}: {shapes} in the trainer"
+                    return "differs", f"{self.where(i)}: {_differ(theirs, ours)}"
                 apart = float((theirs - ours).norm() / ours.norm())
                 largest, count = max(largest, apart), count + 1
                 if not apart <= limit:
                     place = _differ(theirs, ours, worst=True)
-                    return "differs", f"{_where(prompt, i)}: {apart:.1%} apart; image token {place}"
+                    return "differs", f"{self.where(i)}: {apart:.1%} apart; image token {place}"
         if not count:
             return "unseen", "the engine does not show them"
         return "equal", f"of {count} rows, at most {largest:.1e} apart (limit {limit:g})"
 
-    async def compared(self) -> Found:
-        floor = self.base.floor
+    async def agree(self) -> Found:
+        base, floor = self.base, self.base.floor
         figures = (
-            f"mult error - 1 is {self.base.mult:.2e}, largest {self.base.gap['max_abs']:.2e} (the "
+            f"mult error - 1 is {base.mult:.2e}, the largest gap {base.gap['max_abs']:.2e} (the "
             f"trainer's own {floor['token_mult_prob_error'] - 1:.2e} and {floor['max_abs']:.2e})"
         )
-        if self.base.is_noise:
+        if base.is_noise:
             return "equal", figures
-        apart = [
+        _, i, place, g, t = max(
             (abs(g - t), i, place, g, t)
-            for i, ((_, sample), one) in enumerate(zip(self.pairs, self.logprobs))
-            for place, (g, t) in enumerate(zip(sample.logprobs, one.tolist()))
-        ]
-        _, i, place, g, t = max(apart)
-        token = self.ask.trainer.renderer.tokenizer.decode([self.got[i].ids[place]])
-        return "differs", (
-            f"{figures}; most in {_where(self.prompts[i], i)}, response token {place} {token!r}: "
-            f"{g:.4f} by the engine, {t:.4f} by the trainer"
+            for i, (got, one) in enumerate(zip(self.got, self.logprobs))
+            for place, (g, t) in enumerate(zip(got.logprobs, one.tolist()))
         )
+        token = self.trainer.renderer.tokenizer.decode([self.got[i].ids[place]])
+        values = f"{g:.4f} by the engine, {t:.4f} by the trainer"
+        most = f"most in {self.where(i)}, response token {place} {token!r}: {values}"
+        return "differs", f"{figures}; {most}"
 
-    async def looked(self) -> list[dict[str, Any]]:
-        if not self.looks:
-            for i, prompt in enumerate(self.prompts):
-                self.looks.append(await self.ask.engine.look(self.ask.request(prompt, i)))
-        return self.looks
+    async def looks(self) -> list[dict[str, Any]]:
+        if not self._looks:
+            requests = [self.request(prompt, i) for i, prompt in enumerate(self.prompts)]
+            self._looks = [await self.engine.look(request) for request in requests]
+        return self._looks
+
+    def where(self, number: int) -> str:
+        row = self.prompts[number].row
+        return row.where if row and row.where else f"prompt {number}"
 
 
-def _where(prompt: Prompt, number: int) -> str:
-    where = prompt.row.where if prompt.row else ""
-    return where or f"prompt {number}"
-
-
-def _one_level_off(picture: Any) -> Any:
+def _one_level_off(picture: Pil.Image) -> Pil.Image:
     changed = picture.copy()
-    red, *rest = changed.getpixel((0, 0))
-    changed.putpixel((0, 0), (red + 1 if red < 255 else 254, *rest))
+    red, green, blue = picture.getpixel((0, 0))  # type: ignore[misc]
+    changed.putpixel((0, 0), (red + 1 if red < 255 else 254, green, blue))
     return changed
 
 
@@ -316,7 +287,6 @@ def _differ(theirs: Tensor, ours: Tensor, worst: bool = False) -> str:
     if not apart.any():
         return ""
     order = (theirs - ours).abs().flatten() if worst else apart.int()
-    place = torch.unravel_index(order.argmax(), theirs.shape)
-    at = tuple(int(i) for i in place)
+    at = tuple(int(i) for i in torch.unravel_index(order.argmax(), theirs.shape))
     values = f"{theirs[at].item():g} in the engine, {ours[at].item():g} in the trainer"
     return f"{list(at)}: {values} ({int(apart.sum())} of {len(apart)} values differ)"

@@ -126,10 +126,6 @@ class Mismatch:
             }
         return found
 
-    def count(self, kind: str) -> int:
-        """The tokens of a kind."""
-        return int(self.tokens[KINDS.index(kind), 0])
-
 
 def _sums(g: Tensor, p: Tensor, response: Tensor, responses: int) -> tuple[Tensor, Tensor, Tensor]:
     d = p - g

@@ -27,6 +27,7 @@ from vireo.models.policy import Policy
 from vireo.rl.score import Shape
 from vireo.rollout.sample import Sample, Sampling
 
+SHARP, SOFT = Pil.Resampling.BICUBIC, Pil.Resampling.BILINEAR
 Pair = tuple[Prompt, Sample]
 Row = tuple[Example, Softmax]
 
@@ -95,8 +96,8 @@ def _each(change: Callable[[Pil.Image], Pil.Image]) -> Changed:
 
 
 def _halved(picture: Pil.Image) -> Pil.Image:
-    small = picture.resize([max(1, side // 2) for side in picture.size], Pil.Resampling.BICUBIC)
-    return small.resize(picture.size, Pil.Resampling.BICUBIC)
+    small = picture.resize([max(1, side // 2) for side in picture.size], SHARP)
+    return small.resize(picture.size, SHARP)
 
 
 def _unturned(trainer: Trainer, prompt: Prompt) -> list[Pil.Image]:
@@ -115,31 +116,27 @@ def _turn(ref: ImageRef) -> int:
         return orientation(image)
 
 
-def _resized(filter: bool) -> Changed:
+def _resized(other: Callable[[Any, str], tuple[Any, str]]) -> Changed:
     """The row's pictures as they were before they got their final size (where the renderer gives
-    it), resized with another filter, or with the same one of another library."""
+    it), resized with `other` than their (filter, library)."""
 
     def pictures(trainer: Trainer, prompt: Prompt) -> list[Pil.Image]:
-        inner = getattr(trainer.renderer.processor, "image_processor", None)
-        if prompt.row is None or inner is None or trainer.renderer.family.grid is None:
+        if prompt.row is None or trainer.renderer.family.grid is None:
             return []
-        backend, sharp = getattr(inner, "backend", "pil"), Pil.Resampling.BICUBIC
-        if filter:
-            soft = Pil.Resampling.BILINEAR if inner.resample == sharp else sharp
-            other = SimpleNamespace(resample=soft, backend=backend)
-        else:
-            backend = "pil" if backend == "torchvision" else "torchvision"
-            other = SimpleNamespace(resample=inner.resample, backend=backend)
+        inner = trainer.renderer.processor.image_processor
+        filter, library = other(inner.resample, getattr(inner, "backend", "pil"))
+        how = SimpleNamespace(resample=filter, backend=library)
         given = trainer.renderer.pictures(prompt.row)
-        return [resized(g, p.size, other) for g, p in zip(given, prompt.pictures)]
+        return [resized(g, p.size, how) for g, p in zip(given, prompt.pictures)]
 
     return _shown(pictures)
 
 
 def _flat(trainer: Trainer, pair: Pair, row: Row) -> Row | None:
-    positions = row[0].fields["positions"]
-    flat = positions[:1].expand_as(positions).contiguous()
-    return None if flat.equal(positions) else (_with(row[0], positions=flat), row[1])
+    fields = row[0].fields
+    flat = fields["positions"][:1].expand_as(fields["positions"]).contiguous()
+    same = flat.equal(fields["positions"])
+    return None if same else (replace(row[0], fields=fields | {"positions": flat}), row[1])
 
 
 def without(name: str) -> Swap:
@@ -150,10 +147,6 @@ def without(name: str) -> Swap:
         return (replace(row[0], fields=fields), row[1]) if name in row[0].fields else None
 
     return Swap(f"without {name}", f"the model does not get {name}", swap)
-
-
-def _with(example: Example, **fields: Tensor) -> Example:
-    return replace(example, fields=example.fields | fields)
 
 
 def _softmax(**other: Any) -> Changed:
@@ -209,8 +202,9 @@ def _other_weights(*parts: str) -> State:
 @contextmanager
 def attention(policy: Policy, kernel: str) -> Iterator[None]:
     """Every part of the model computes transformers' attention of this name; padded rows only."""
-    configs = {id(c): c for m in policy.hf.modules() if (c := getattr(m, "config", None))}
-    held = [(c, c._attn_implementation_internal) for c in configs.values()]
+    found = {id(c): c for m in policy.hf.modules() if (c := getattr(m, "config", None))}
+    configs = [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
+    held = [(config, config._attn_implementation_internal) for config in configs]
     try:
         for config, _ in held:
             config._attn_implementation_internal = kernel
@@ -270,8 +264,16 @@ SWAPS = (
         around=_other_format,
         noisy=True,
     ),
-    Swap("resize filter", "pictures are resized with another filter", _resized(filter=True)),
-    Swap("resize library", "pictures are resized by another library", _resized(filter=False)),
+    Swap(
+        "resize filter",
+        "pictures are resized with another filter",
+        _resized(lambda filter, library: (SHARP if filter != SHARP else SOFT, library)),
+    ),
+    Swap(
+        "resize library",
+        "pictures are resized by Pillow in the place of torchvision, or the other way round",
+        _resized(lambda filter, library: (filter, "torchvision" if library == "pil" else "pil")),
+    ),
     Swap("EXIF ignored", "pictures lie as they are stored", _shown(_unturned)),
     Swap(
         "image flipped",

@@ -12,14 +12,17 @@ import re
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vireo.data.conversation import Conversation
 from vireo.rollout import filters as by_name
 from vireo.rollout.dump import as_record, from_record
 from vireo.rollout.sample import Sample
 
 Group = list[Sample]
+
+_NO_ROW = Conversation(())
 
 
 @dataclass
@@ -72,8 +75,6 @@ class DataBuffer:
         """Groups that `get` could return now."""
         return len(self._waiting)
 
-    # -- the side of generation ------------------------------------------------------------------
-
     def next(self) -> Work | None:
         """What to generate next: a part of a group first, then a prompt to be begun again, then a
         new one. None: there is none. Each must come back by `put` or `put_back`."""
@@ -90,29 +91,28 @@ class DataBuffer:
     def put(self, group: Group) -> None:
         """A group that was generated: finished, or partial if one of its samples is not done.
 
-        Groups from elsewhere (a dump) may be put too. ValueError: the samples are of several
-        groups, or the group is here already.
+        Groups from elsewhere (a dump) may be put too. ValueError: they are no one group, or it is
+        here already, or was.
         """
         name = group[0].group
-        if any(sample.group != name for sample in group):
-            raise ValueError(f"samples of several groups put as group {name}")
-        if len({sample.index for sample in group}) < len(group):
-            raise ValueError(f"group {name} has two samples of one index")
-        if name not in self._open:
+        if len({sample.index for sample in group if sample.group == name}) < len(group):
+            raise ValueError(f"group {name} has samples of another group, or two of one index")
+        given = self._open.get(name)
+        if given is None:
             self._check_new(name)
-        work = Work(name, self._open[name].number if name in self._open else None, group)
-        done = all(sample.status == "done" for sample in group)
-        old = self._too_old(work)
-        drop = self._dropped_by(group) if done and not old else None
+        work = Work(name, None if given is None else given.number, group)
+        old, done = self._too_old(work), all(sample.status == "done" for sample in group)
+        filters = self._filters.items() if done and not old else []
+        by = next((name for name, keeps in filters if not keeps(group)), None)
         self._open.pop(name, None)  # not before: what raises, loses nothing
+        if done:
+            self._counts.update({"put": 1, "samples": len(group)})
         if old:
             self._restart(work)
+        elif by is not None:
+            self._counts[f"dropped/{by}"] += 1
         elif done:
-            self._counts.update({"put": 1, "samples": len(group)})
-            if drop is None:
-                self._waiting.append(work)
-            else:
-                self._counts[f"dropped/{drop}"] += 1
+            self._waiting.append(work)
         elif work.number is None or any(sample.response_ids for sample in group):
             self._counts["partial"] += 1
             self._partial.append(work)
@@ -139,8 +139,6 @@ class DataBuffer:
         finally:
             self._ended = True
             self._tell()
-
-    # -- the side of training --------------------------------------------------------------------
 
     def get(self, groups: int) -> list[Group]:
         """The oldest finished groups, at most `groups`; they leave the buffer."""
@@ -186,8 +184,6 @@ class DataBuffer:
         mean = sum(self._staleness) / max(1, len(self._staleness))
         return counts | {"waiting": self.waiting, "unfinished": unfinished, "staleness": mean}
 
-    # -- over a kill -----------------------------------------------------------------------------
-
     def skip(self, done: Collection[int]) -> None:
         """Prompts that are done with already, by number; of a buffer that gave nothing out yet."""
         self._position = max(done, default=-1) + 1
@@ -215,11 +211,6 @@ class DataBuffer:
         for name in ("waiting", "partial", "again"):
             setattr(self, f"_{name}", deque(_work(record) for record in state[name]))
 
-    # -- inside ----------------------------------------------------------------------------------
-
-    def _dropped_by(self, group: Group) -> str | None:
-        return next((name for name, keeps in self._filters.items() if not keeps(group)), None)
-
     def _restart(self, work: Work) -> None:
         self._counts["stale"] += 1
         if work.number is not None:
@@ -228,13 +219,11 @@ class DataBuffer:
 
     def _behind(self, work: Work) -> int:
         """Updates of the weights since the oldest token. ValueError: nobody told of its weights."""
-        newest = len(self._versions) - 1
-        if not newest:
-            return 0
-        versions = {sample.version for sample in work.samples} - {None}
-        if unknown := versions - set(self._versions):
+        numbers = {version: i for i, version in enumerate(self._versions)}
+        versions = {sample.version for sample in work.samples if sample.version is not None}
+        if (unknown := versions - numbers.keys()) and len(numbers) > 1 and work.number is not None:
             raise ValueError(f"group {work.group} has tokens of unknown weights {unknown}")
-        return max((newest - self._versions.index(v) for v in versions if v), default=0)
+        return max((len(numbers) - 1 - numbers[v] for v in versions - unknown), default=0)
 
     def _too_old(self, work: Work) -> bool:
         return self.max_staleness is not None and self._behind(work) > self.max_staleness
@@ -253,9 +242,14 @@ class DataBuffer:
 
 
 def _plain(work: Work) -> dict[str, Any]:
-    samples = [as_record(sample) for sample in work.samples]
+    """The prompt's row, which may hold pictures, is there once, in the first sample."""
+    bare = [replace(sample, conversation=_NO_ROW) for sample in work.samples[1:]]
+    samples = [as_record(sample) for sample in [*work.samples[:1], *bare]]
     return {"group": work.group, "number": work.number, "samples": samples}
 
 
 def _work(plain: dict[str, Any]) -> Work:
-    return Work(**plain | {"samples": [from_record(record) for record in plain["samples"]]})
+    samples = [from_record(record) for record in plain["samples"]]
+    for sample in samples[1:]:
+        sample.conversation = samples[0].conversation
+    return Work(plain["group"], plain["number"], samples)

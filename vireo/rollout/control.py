@@ -11,7 +11,7 @@ from typing import Any, get_args
 from vireo.errors import InputError
 from vireo.rollout import protocol
 from vireo.rollout.engine import EngineError, PauseMode, RolloutEngine, WrongOrder
-from vireo.rollout.incoming import Schema, field
+from vireo.rollout.incoming import Schema, field, texts
 from vireo.weights.push import in_thread
 
 _GROUP = "weight_update_group"
@@ -66,9 +66,9 @@ class Control:
         if mode not in get_args(PauseMode):
             raise Schema(f"mode: found {mode!r}, expected one of {', '.join(get_args(PauseMode))}")
         async with self._order:
+            self._pause = mode  # before: what came in between would run behind the pause
             if self.engine.state.name in ("running", "paused"):  # elsewhere nothing runs
                 await self.engine.pause(mode)
-            self._pause = mode
             if mode == "abort":
                 await self.until(lambda: not self._running())
         return {"status": "ok", "message": "paused"}
@@ -118,11 +118,11 @@ class Control:
         return answer | {"num_paused_requests": 0}
 
     async def update_weights_from_tensor(self, body: Body) -> Body:
-        payloads = field(body, "serialized_named_tensors", list)[:1]  # of tensor-parallel rank 0
+        payloads = texts(body, "serialized_named_tensors")[:1]  # of tensor-parallel rank 0
         return await self._update(body, lambda: self.receiver.from_tensors(payloads))
 
     async def update_weights_from_distributed(self, body: Body) -> Body:
-        named = [field(body, name, list) for name in ("names", "dtypes", "shapes")]
+        named = texts(body, "names"), texts(body, "dtypes"), field(body, "shapes", list)
         group = field(body, "group_name", str, _GROUP)
         return await self._update(body, lambda: self.receiver.from_group(*named, group))
 

@@ -6,7 +6,6 @@ What stock has and this does not is refused by name; what stock does not know is
 from __future__ import annotations
 
 import base64
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from vireo.rollout.sample import Request, Sampling, new_rid
 
 _MISSING: Any = object()
 _BANS = BAN / 10  # from this bias on a token has no probability in float32
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair: JSON can say it, no text has it
 _PARAMS: dict[str, tuple[Any, Any]] = {  # sampling parameters: default and type
     **{"n": (1, int), "max_new_tokens": (128, int), "temperature": (1.0, int | float)},
     **{"top_p": (1.0, int | float), "top_k": (-1, int), "sampling_seed": (None, int)},
@@ -62,6 +62,13 @@ def field(body: dict[str, Any], name: str, kind: type, default: Any = _MISSING) 
     return value
 
 
+def texts(body: dict[str, Any], name: str) -> list[str]:
+    found = field(body, name, list)
+    if not all(map(_is_text, found)):
+        raise Schema(f"{name}: expected a list of texts")
+    return found
+
+
 @dataclass
 class Asked:
     """One prompt (text or ids) of a body, and one response for each of `rids`.
@@ -97,7 +104,7 @@ class Asked:
             max_new_tokens=most,
             temperature=params["temperature"] if params["temperature"] >= 1e-6 else 0.0,
             top_p=params["top_p"],
-            top_k=max(0, params["top_k"]),
+            top_k=min(max(0, params["top_k"]), words),
             seed=params["sampling_seed"],
         )
         rest = (tuple(sorted(stops)), banned, self.rids[0])
@@ -159,7 +166,7 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
+    return isinstance(value, str) and value != "" and not _HALF.search(value)
 
 
 def _is_ids(value: Any) -> bool:
@@ -192,7 +199,7 @@ def _params(given: Any) -> dict[str, Any]:
     for name, right, expected in (
         ("n", params["n"] >= 1, "at least 1"),
         ("max_new_tokens", most is None or most >= 0, "at least 0"),
-        ("temperature", 0 <= params["temperature"] < math.inf, "a finite number of at least 0"),
+        ("temperature", 0 <= params["temperature"] <= 1e30, "a finite number of at least 0"),
         ("top_p", 0 < params["top_p"] <= 1, "above 0 and at most 1"),
         ("top_k", params["top_k"] >= 1 or params["top_k"] == -1, "-1 (all) or at least 1"),
         ("sampling_seed", seed is None or 0 <= seed < 2**63, "0 to 2^63 - 1"),

@@ -7,7 +7,9 @@ tower or the projector, an image seen before can so go on being seen with old we
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
 
+import numpy as np
 from PIL import Image as Pil
 from torch import Tensor
 
@@ -18,48 +20,60 @@ from vireo.rollout.bridge import VLMRolloutEngine
 from vireo.rollout.engine import EngineError, EngineRefused
 from vireo.rollout.sample import Sample, Sampling
 
-LIMIT = 0.25  # nats; two such answers in bfloat16 differ by 0.03, stale embeddings by whole nats
-_GREEDY = Sampling(max_new_tokens=8, temperature=0.0)
+CLEAR = 4.0  # times the noise of two equal questions that new weights must move an answer
+_GREEDY = Sampling(max_new_tokens=16, temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Mean |difference| of log-probabilities, in nats, of two answers under new weights: about the
+    picture seen before and one never seen (`stale`), about two never seen (`noise`); and of the
+    answers before and after (`moved`)."""
+
+    stale: float
+    noise: float
+    moved: float
 
 
 async def probe_images(
     rollouts: VLMRolloutEngine, send: Callable[[bool], Awaitable[None]]
-) -> tuple[float, float]:
+) -> Probed:
     """Asks about one picture, changes the projector, asks again, and asks about the same picture
     with one grey level of one pixel changed, which no cache has.
 
     `send(True)` sends all weights with the projector turned round (`turned_projector`),
-    `send(False)` sends the real ones, which the engine has at the end. Returns (difference to the
-    picture never seen, to the answer before) in nats. EngineRefused: the engine answers for the old
-    weights. EngineError: the change is not seen at all.
+    `send(False)` sends the real ones, which the engine has at the end. EngineRefused: the engine
+    answers for the old weights. EngineError: the change cannot be told from noise.
     """
     before = await _ask(rollouts, 0)
     await send(True)
     try:
-        again, fresh = await _ask(rollouts, 0), await _ask(rollouts, 1)
+        again, fresh, other = [await _ask(rollouts, shade) for shade in (0, 1, 2)]
     finally:
         await send(False)
-    stale, moved = distance(again, fresh), distance(before, fresh)
-    if moved <= LIMIT:
+    found = Probed(distance(again, fresh), distance(other, fresh), distance(before, fresh))
+    if found.moved <= CLEAR * found.noise:
         raise EngineError(
-            f"new weights of the projector moved log-probabilities by {moved:.3f} only, so whether "
-            "the engine forgets old images cannot be seen: do the weights arrive at all?"
+            f"new weights of the projector moved log-probabilities by {found.moved:.3g}, noise by "
+            f"{found.noise:.3g}, so whether the engine forgets old images cannot be seen: do the "
+            "weights arrive at all?"
         )
-    if stale > LIMIT:
+    if found.stale > max(found.moved / 2, CLEAR * found.noise):
         raise EngineRefused(
-            f"the engine keeps image embeddings of old weights ({stale:.2f} nats from the right "
-            "ones): start SGLang with SGLANG_VLM_CACHE_SIZE_MB=0 in its environment, or freeze "
-            "vision tower and projector"
+            f"the engine keeps image embeddings of old weights ({found.stale:.3g} nats from the "
+            f"right ones, noise is {found.noise:.3g}): start SGLang with "
+            "SGLANG_VLM_CACHE_SIZE_MB=0 in its environment, or freeze vision tower and projector"
         )
-    return stale, moved
+    return found
 
 
 def turned_projector(
     named: Iterable[tuple[str, Tensor]], family: Family
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights by their names in memory, those of the projector with the other sign."""
+    """Weights by their names in memory, those of the projector twice as large, with the other
+    sign: enough for any picture to look quite different."""
     for name, tensor in named:
-        yield name, -tensor if part_of(name, family) == "projector" else tensor
+        yield name, -2 * tensor if part_of(name, family) == "projector" else tensor
 
 
 def distance(one: Sample, other: Sample) -> float:
@@ -71,8 +85,9 @@ def distance(one: Sample, other: Sample) -> float:
 
 
 async def _ask(rollouts: VLMRolloutEngine, shade: int) -> Sample:
-    picture = Pil.linear_gradient("L").resize((112, 112)).convert("RGB")
-    picture.putpixel((0, 0), (shade, 0, 0))
+    pixels = np.random.default_rng(0).integers(0, 256, (112, 112, 3), dtype=np.uint8)
+    pixels[0, 0, 0] = shade
+    picture = Pil.fromarray(pixels)
     turn = Turn("user", (Image(0), Text("What is this?")))
     return await rollouts.generate(
         None, Conversation((turn,), (ImageRef(picture),)), sampling=_GREEDY

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -76,8 +75,8 @@ def generate(
     """All groups that `buffer` still wants, with an engine opened for them. Returns its health at
     the end, and the seconds without start and end. `told` and `at_once`: see RolloutManager."""
     folder, renderer = model
-    names = set(Sampling.__dataclass_fields__)
-    each = Sampling(**sampling.model_dump(include=names))
+    each = Sampling(**sampling.model_dump(exclude={"n"}))
+    servers = len(engine.sglang_url or engine.vllm_url or [""])
 
     async def run() -> tuple[Health, float]:
         opened = open_engine(engine, folder, renderer, server_args=server_args or {})
@@ -89,7 +88,7 @@ def generate(
                 prompts,
                 each,
                 sampling.n,
-                at_once=at_once or -(-engine.engine_concurrency // sampling.n),
+                at_once=at_once or -(-engine.engine_concurrency * servers // sampling.n),
                 rewards=rewards,
                 fetch=engine.allow_image_urls,
                 told=told,
@@ -124,28 +123,27 @@ def rollout(
     same = {"model": model, "prompts": prompts, "rows": rows.digest, "reward": list(reward)}
     same |= {"engine": engine.engine, "processor": processor, **options, **sampling.model_dump()}
     _claim(folder, same)
-    tally, count = _Tally(), min(len(rows), limit or len(rows))
-    buffer = DataBuffer(prompts=count)
-    buffer.skip(_whole_groups(file, sampling.n, tally))
-    left = count - tally.groups
-    if left <= 0 and (folder / "summary.json").exists():
+    done, count = _whole_groups(file, sampling.n), min(len(rows), limit or len(rows))
+    if len(done) >= count and (folder / "summary.json").exists():
         return json.loads((folder / "summary.json").read_text())
-    before = tally.tokens
-    with tqdm(total=count, initial=tally.groups, unit="prompt", disable=None) as bar:
+    buffer, tokens = DataBuffer(prompts=count), 0
+    buffer.skip(done)
+    with tqdm(total=count, initial=len(done), unit="prompt", disable=None) as bar:
 
         def told() -> None:
+            nonlocal tokens
             for group in buffer.get(buffer.waiting):
                 dump.append(file, group)
-                tally.add([vars(sample) for sample in group])
+                tokens += sum(len(sample.response_ids) for sample in group)
                 bar.update()
 
         opened = open_model(model, processor, engine, **options)
         health, seconds = generate(
             opened, rows, buffer, engine, sampling, server_args, told, rewards=rewards
         )
-    summary = tally.summary() | {
+    summary = _summary(file, sampling.n) | {
         "seconds": round(seconds, 2),  # of this call alone, as the rate is
-        "tokens_per_second": round((tally.tokens - before) / max(seconds, 1e-9), 1),
+        "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
         "engine": engine.engine,
         "server": health.server,
         "weights": health.weights,
@@ -155,51 +153,37 @@ def rollout(
     return summary
 
 
-@dataclass
-class _Tally:
-    """What a summary counts, of samples as dicts."""
-
-    groups: int = 0
-    lengths: list[int] = field(default_factory=list)
-    prompt_tokens: int = 0
-    finishes: Counter[str] = field(default_factory=Counter)
-    rewards: list[float] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    def add(self, group: list[dict[str, Any]]) -> None:
-        self.groups += 1
-        for record in group:
-            self.lengths.append(len(record["response_ids"]))
-            self.prompt_tokens += len(record["prompt_ids"])
-            self.finishes[record["finish"]] += 1
-            if record["reward"] is not None:
-                self.rewards.append(record["reward"])
-
-    def summary(self) -> dict[str, Any]:
-        lengths = self.lengths or [0]
-        return {
-            "prompts": self.groups,
-            "samples": len(self.lengths),
-            "prompt_tokens": self.prompt_tokens,
-            "tokens": self.tokens,
-            "finish": dict(self.finishes),
-            "length": {
-                "min": min(lengths),
-                "mean": round(mean(lengths), 2),
-                "median": median(lengths),
-                "max": max(lengths),
-            },
-            "reward": mean(self.rewards) if self.rewards else None,
-        }
+def _summary(file: Path, n: int) -> dict[str, Any]:
+    prompt_tokens, lengths, rewards = 0, list[int](), list[float]()
+    finishes: Counter[str] = Counter()
+    with file.open(encoding="utf-8") as lines:
+        for sample in map(json.loads, lines):
+            prompt_tokens += len(sample["prompt_ids"])
+            lengths.append(len(sample["response_ids"]))
+            finishes[sample["finish"]] += 1
+            rewards += [] if sample["reward"] is None else [sample["reward"]]
+    spread = {"min": min(lengths), "mean": mean(lengths), "median": median(lengths)}
+    return {
+        "prompts": len(lengths) // n,
+        "samples": len(lengths),
+        "prompt_tokens": prompt_tokens,
+        "tokens": sum(lengths),
+        "finish": dict(finishes),
+        "length": spread | {"max": max(lengths)},
+        "reward": mean(rewards) if rewards else None,
+    }
 
 
 def _claim(folder: Path, same: dict[str, Any]) -> None:
     """InputError: the folder holds rollouts with other settings, or something else."""
     file = folder / "settings.json"
-    if file.exists():
+    there = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if there <= {file.name}:  # nothing was generated yet
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(file, same)
+    elif file.name not in there:
+        raise InputError(f"{folder} is not empty and holds no rollouts; choose another --out")
+    else:
         found = json.loads(file.read_text())
         for name, value in json.loads(json.dumps(same)).items():
             if found.get(name) != value:
@@ -207,14 +191,9 @@ def _claim(folder: Path, same: dict[str, Any]) -> None:
                     f"{folder} holds rollouts with {name} {found.get(name)!r}, not {value!r}: "
                     "choose another --out, or the same settings to go on"
                 )
-    elif folder.exists() and any(folder.iterdir()):
-        raise InputError(f"{folder} is not empty and holds no rollouts; choose another --out")
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(file, same)
 
 
-def _whole_groups(file: Path, n: int, tally: _Tally) -> set[int]:
+def _whole_groups(file: Path, n: int) -> set[int]:
     """The prompt numbers that are done; what a kill left of another group is cut off the file."""
     done: set[int] = set()
     if not file.exists():
@@ -226,13 +205,11 @@ def _whole_groups(file: Path, n: int, tally: _Tally) -> set[int]:
             if len(lines) < n or not line.endswith(b"\n"):
                 continue
             try:
-                records = [json.loads(line) for line in lines]
-                (number,) = {int(record["group"]) for record in records}
+                (number,) = {int(json.loads(line)["group"]) for line in lines}
             except (ValueError, KeyError, TypeError) as error:
                 text = f"{file}: line {len(done) * n + 1} begins no group of {n} samples"
                 raise InputError(text) from error
             done.add(number)
-            tally.add(records)
             whole, lines = whole + sum(map(len, lines)), []
         all_lines.truncate(whole)
     return done

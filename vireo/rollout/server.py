@@ -69,6 +69,8 @@ class Server:
         self.control = Control(engine, receiver, renderer.model_path)
         self.api_key, self.admin_api_key = api_key, admin_api_key
         self.allow_image_urls, self.fault = allow_image_urls, fault or Fault()
+        # The token that stands for a part of an image, if the family has one of them.
+        self._shown: Any = getattr(renderer.config, "image_token_id", None)
         self._closing = False
         self._reader = ThreadPoolExecutor(1)  # a tokenizer bears one thread
 
@@ -105,7 +107,7 @@ class Server:
         key = (self.admin_api_key or self.api_key) if control else self.api_key
         if key is not None and not request.path.startswith(protocol.HEALTH):
             kind, _, given = request.headers.get("Authorization", "").partition(" ")
-            right = secrets.compare_digest(given.encode(), key.encode())
+            right = secrets.compare_digest(given.encode(errors="replace"), key.encode())
             if kind.lower() != "bearer" or not right:
                 return web.json_response({"error": "Unauthorized"}, status=401)
         if control:  # is done to its end, whoever hangs up
@@ -126,11 +128,11 @@ class Server:
             return web.Response(text=str(error), status=error.status)
         except Exception as error:
             bad, gone = isinstance(error, InputError), isinstance(error, EngineGone)
+            said = {"message": str(error) if isinstance(error, VireoError) else repr(error)}
             if not isinstance(error, VireoError):
                 traceback.print_exc()
             elif not bad and not self._closing:
                 print(f"{request.path}: {error}", file=sys.stderr, flush=True)
-            said = {"message": str(error) or repr(error)}
             if request.path != protocol.GENERATE:
                 return web.json_response({"success": False, **said}, status=400)
             status = 400 if bad else 503 if gone else 500
@@ -169,11 +171,14 @@ class Server:
         refs = tuple(image_ref(image, self.allow_image_urls) for image in asked.images)
         pictures = made.pictures(Conversation((), refs))
         text, ids = (asked.prompt, None) if isinstance(asked.prompt, str) else ("", asked.prompt)
-        prompt = received(made, pictures, text=text, ids=ids)
-        for token in prompt.expanded:
+        bare = made.tokenizer.encode(text.replace(made.family.placeholder or "", ""))
+        for token in ids or bare:
             if token == made.mark_id or not (0 <= token < words or token in made.image_ids):
                 raise InputError(f"the prompt has {token}, which is no token of the model")
-        prompt = self.fault.received(prompt)
+        found, slots = (ids or bare).count(self._shown), len(pictures) if ids else 0
+        if self._shown is not None and found > slots:  # the model would fail on the whole batch
+            raise InputError(f"{found} image tokens in the prompt, expected {slots} placeholders")
+        prompt = self.fault.received(received(made, pictures, text=text, ids=ids))
         return asked.requests(prompt, made.stop_ids, words, made.max_length)
 
     async def _together(self, rids: list[str], calls: list[Any]) -> list[dict[str, Any]]:
@@ -224,9 +229,7 @@ class Server:
             "weight_versions": spans,
         }
         if request.prompt.pictures:
-            config, ids = self.renderer.config, self.renderer.image_ids
-            only = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-            ids = ids if only is None else {only}
+            ids = self.renderer.image_ids if self._shown is None else {self._shown}
             meta["image_tokens"] = sum(token in ids for token in request.prompt.expanded)
         if asked.logprobs:
             pairs = [[value, token, None] for value, token in zip(got.logprobs, got.ids)]
@@ -275,15 +278,11 @@ class Server:
         return web.json_response(found | {"has_image_understanding": family.has_vision})
 
     async def _server_info(self, _request: web.Request) -> web.Response:
-        found: dict[str, Any] = {
-            "version": SPEAKS,
-            "vireo": __version__,
-            "model_path": self.control.model_path,
-        }
+        found: dict[str, Any] = {"version": SPEAKS, "vireo": __version__}
         found |= {"internal_states": [{"state": self.engine.state.name}]}
         # As stock says that it can give memory back, and that it honours seeds.
         found |= {"enable_memory_saver": True, "enable_deterministic_inference": True}
-        return web.json_response(found)
+        return web.json_response(found | {"model_path": self.control.model_path})
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

@@ -46,6 +46,7 @@ PAUSE: dict[PauseMode, str] = {
 RESUME = "/resume"
 # To empty caches of old weights. Requests that are frozen go back to the queue, for theirs.
 RESET = "/reset_{}_cache?reset_running_requests=true"
+_SETTINGS = ("logprobs_mode", "model", "multimodal_config", "enable_sleep_mode", "max_model_len")
 _KNOWN = re.compile(r"0\.32\.\d+(?:\D.*)?")
 _ROUNDING = 1e-6  # a log-probability may be above 0 by so much
 _NOT_FINITE = -9999.0  # what vLLM writes for such a log-probability
@@ -102,7 +103,9 @@ class VllmEngine(RolloutEngine):
         self.state, self.weights = State(), await self._version()
         self._versions = [self.weights]
         self.http.hold(False)
-        await self._call(RESUME, {})  # an earlier client may have left it paused
+        await self._call(RESUME, {})  # an earlier client may have left it paused, or
+        if (await self._call("/is_sleeping", None, "is_sleeping"))["is_sleeping"]:
+            raise self._refused("its weights: it was left asleep, without them")
 
     async def _check(self) -> None:
         """EngineRefused: the server was started without what rollouts need, or with another model:
@@ -116,23 +119,18 @@ class VllmEngine(RolloutEngine):
             raise self._refused("VLLM_SERVER_DEV_MODE=1 in its environment")
         if (await self.http.post(GENERATE, {}, also=(400, 403)))[0] == 403:
             raise self._refused("--enable-scale-out")
-        try:
-            model = info["vllm_config"]["model_config"]
-            self._device = info["vllm_config"]["device_config"]["device"]
-            self._sleeps = bool(model["enable_sleep_mode"])
-            self._longest = int(model["max_model_len"])  # tokens of prompt and response
-            mode, folder = model["logprobs_mode"], model["model"]
-            vision = model["multimodal_config"]
-            blind = not vision or vision["language_model_only"]
-        except (KeyError, TypeError, ValueError) as error:
-            said = self.http.quote(info)
-            raise EngineError(f"{self.http.url}{SERVER_INFO}: another shape: {said}") from error
+        config = self.http.fields(SERVER_INFO, info, "vllm_config")["vllm_config"]
+        config = self.http.fields(SERVER_INFO, config, "model_config", "device_config")
+        model = self.http.fields(SERVER_INFO, config["model_config"], *_SETTINGS)
+        self._device, self._sleeps = config["device_config"]["device"], model["enable_sleep_mode"]
+        self._longest = int(model["max_model_len"])  # tokens of prompt and response
+        mode, folder, vision = (model[name] for name in _SETTINGS[:3])
         if mode != "processed_logprobs":  # others know neither temperature nor banned tokens
             raise self._refused(f"--logprobs-mode processed_logprobs (it has {mode})")
-        if family.has_vision and blind:
+        if family.has_vision and (not vision or vision["language_model_only"]):
             raise self._refused("the vision tower (it runs a text model)")
-        config, wanted = Path(folder, "config.json"), self.renderer.config.model_type
-        found = json.loads(config.read_text())["model_type"] if config.exists() else wanted
+        file, wanted = Path(folder, "config.json"), self.renderer.config.model_type
+        found = json.loads(file.read_text())["model_type"] if file.exists() else wanted
         if found != wanted:
             what = f"{folder} is of type {found}, expected {wanted}"
             raise self._refused(f"{self.renderer.model_path} ({what})")

@@ -60,8 +60,8 @@ async def push(
     """Give an engine new weights, known to it as `version`.
 
     sessions: updates stand between a begin and an end (see `protocol.Version`).
-    post: a call of the engine, (path, body) -> its answer; raises EngineError for any other status
-        than 200, EngineGone where none comes.
+    post: a call of the engine, (path, body) -> its answer, of status 200 or 400; raises EngineError
+        for any other, EngineGone where none comes.
     expected: names and shapes of the checkpoint that the engine was started with. The server would
         answer success to an unknown name, or die of it, so that is looked at here, before anything
         is sent: InputError.

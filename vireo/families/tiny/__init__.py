@@ -21,6 +21,7 @@ def build(
     size: str = "demo",
     seed: int = 0,
     tie_word_embeddings: bool | None = None,
+    dtype: str = "float32",
     vision: dict[str, Any] | None = None,
     **text: Any,
 ) -> Path:
@@ -28,6 +29,7 @@ def build(
 
     size: "demo" (0.8 to 1.4 M parameters with a tower) or "test" (0.2 to 0.5 M).
     tie_word_embeddings: None ties them where the family can.
+    dtype: number format of the weights in the file.
     vision, text: fields of the vision and text configs that differ from the size's, as in
         `build("qwen2_vl", out, size="test", vision={"depth": 1}, num_hidden_layers=4)`.
     The same arguments give the same bytes. LookupError: no such family, or none of it; ValueError:
@@ -64,6 +66,6 @@ def build(
     # Two stop ids, as published: the end of the turn, and of the text.
     stop = [tokenizer.eos_token_id, pad]
     model.generation_config = transformers.GenerationConfig(eos_token_id=stop, pad_token_id=pad)
-    model.save_pretrained(out)
+    model.to(getattr(torch, dtype)).save_pretrained(out)
     processor.save_pretrained(out)
     return Path(out)
