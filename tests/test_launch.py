@@ -286,21 +286,21 @@ def test_the_command_of_a_stock_server() -> None:
         *("--host", "127.0.0.1", "--port", "5"),
         *("--api-key", "secret-api", "--admin-api-key", "secret-admin"),
         *("--enable-memory-saver", "--skip-server-warmup", "--sampling-backend", "pytorch"),
-        *("--mm-attention-backend", "sdpa", "--dtype", "bfloat16", "--mem-fraction-static", "0.5"),
+        *("--dtype", "bfloat16", "--mem-fraction-static", "0.5"),
     ]
     assert launch.SGLANG_ENV["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
 
 
 def test_settings_of_the_server_win_over_those_of_vireo() -> None:
     given = {
-        "mm_attention_backend": "fa3",
+        "sampling_backend": "flashinfer",
         "enable-memory-saver": "false",
         "enable-deterministic-inference": "",
         "disable-cuda-graph": "true",
     }
     got = launch.sglang_command("M", 5, KEYS, given)
-    assert got[got.index("--mm-attention-backend") + 1] == "fa3"
-    assert got.count("--mm-attention-backend") == 1
+    assert got[got.index("--sampling-backend") + 1] == "flashinfer"
+    assert got.count("--sampling-backend") == 1
     assert "--enable-memory-saver" not in got
     assert got[-2:] == ["--enable-deterministic-inference", "--disable-cuda-graph"]
 

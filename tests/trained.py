@@ -10,6 +10,7 @@ import random
 import shutil
 from functools import cache
 
+import numpy as np
 from PIL import Image as Pil
 from PIL import ImageDraw
 
@@ -42,13 +43,14 @@ def trained() -> tuple[str, str]:
 
 
 def question(k: int, answer: bool = True) -> Conversation:
-    """Where the block is, in a picture of one of four sizes (one of which a processor changes). One
-    picture in six is stored on its side (EXIF)."""
+    """Where the block is on fine grain, in a picture of one of four sizes (one of which a processor
+    changes). One picture in six is stored on its side (EXIF)."""
     chance = random.Random(k)
     width, height = chance.choice([(84, 56), (84, 84), (112, 56), (100, 66)])
     name, colour = chance.choice(list(COLOURS.items()))
     right, bottom = chance.random() < 0.5, chance.random() < 0.5
-    image = Pil.new("RGB", (width, height), tuple(chance.randrange(150, 256) for _ in range(3)))
+    grain = np.random.default_rng(k).integers(100, 256, (height, width, 3), dtype=np.uint8)
+    image = Pil.fromarray(grain)
     x, y = right * width // 2 + chance.randrange(8), bottom * height // 2 + chance.randrange(8)
     ImageDraw.Draw(image).rectangle([x, y, x + width // 3, y + height // 3], fill=colour)
     said = f"it is {name}, {'right' if right else 'left'} and {'low' if bottom else 'high'}"

@@ -53,7 +53,6 @@ def sglang_command(
         "enable-memory-saver": "",  # or sleep gives nothing back
         "skip-server-warmup": "",  # it sends a picture of its own, and dies if that fails
         "sampling-backend": "pytorch",
-        "mm-attention-backend": "sdpa",  # nearest to a trainer's
         **ours,
     }
     head = [sys.executable, "-m", "sglang.launch_server"]

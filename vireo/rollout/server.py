@@ -191,7 +191,7 @@ class Server:
         finally:
             if not all(task.done() for task in tasks):
                 await self.control.abort(rids)
-                await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         return [task.result() for task in failed or tasks]
 
     async def _one(self, asked: Asked, request: Request) -> dict[str, Any]:
