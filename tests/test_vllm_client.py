@@ -302,7 +302,7 @@ def test_a_log_probability_that_is_rounded_above_zero_is_zero() -> None:
 @pytest.mark.parametrize("images", [0, 1, 2])
 def test_a_prompt_goes_out_unexpanded_and_comes_back_as_the_trainers(images: int) -> None:
     async def test() -> None:
-        async with StandIn() as server, server.engine() as engine:
+        async with StandIn().gpu() as server, server.engine() as engine:
             asked = request(images, Sampling(8, 0.7, seed=5))
             got = await engine.generate(asked)
             render, (body,) = server.render, server.bodies
@@ -328,7 +328,7 @@ def test_a_prompt_goes_out_unexpanded_and_comes_back_as_the_trainers(images: int
 
 def test_a_response_goes_on_with_other_random_numbers() -> None:
     async def test() -> None:
-        async with StandIn() as server, server.engine() as engine:
+        async with StandIn().gpu() as server, server.engine() as engine:
             asked = request(1, Sampling(7, seed=5), response=[30, 31, 32])
             got = await engine.generate(asked)
             assert got.prompt_ids == [*asked.prompt.expanded, 30, 31, 32]
@@ -352,6 +352,19 @@ def test_what_would_spoil_a_response_is_refused(sampling: Sampling, message: str
             with pytest.raises(EngineRefused, match=message):
                 await engine.generate(request(1, sampling))
             assert not server.bodies
+
+    run(test)
+
+
+def test_no_seed_goes_to_a_server_on_a_cpu() -> None:
+    """It sets the generator of such a request back, when a part of a prompt was computed, and that
+    of a CPU cannot be: "CPU Generator does not use offset", and the server dies."""
+
+    async def test() -> None:
+        async with StandIn() as server, server.engine() as engine:
+            await engine.generate(request(1, Sampling(8, seed=5)))
+            assert not engine.seeds
+            assert "seed" not in server.bodies[0]["sampling_params"]
 
     run(test)
 
@@ -425,7 +438,7 @@ SERVERS = {
     "raw log-probs": (has(logprobs_mode="raw_logprobs"), r"processed_logprobs \(it has raw_"),
     "text alone": (has(multimodal_config=None), "the vision tower"),
     "no tower": (has(multimodal_config={"language_model_only": True}), "the vision tower"),
-    "another model": (other_model, "is of type qwen2_vl, expected qwen2_5_vl"),
+    "another model": (other_model, "is of type qwen2_vl, not qwen2_5_vl"),
     "another tokenizer": (says("/tokenize", tokens=[1, 2]), "has another tokenizer"),
 }
 

@@ -328,7 +328,7 @@ def _serve(argv: list[str]) -> None:
     parser.add_argument("--processor", help="folder or Hub name of the processor")
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), help="format of the weights")
     parser.add_argument("--max_rows", type=_count, help="requests computed at once (default: 64)")
-    parser.add_argument("--image_size", type=int, help="resize images first (a trainer sends them so)")
+    parser.add_argument("--image_size", type=int, help="resize images first, as in training")
     parser.add_argument(
         "--image_strategy", choices=("longest", "pad_square"), help="as in training"
     )

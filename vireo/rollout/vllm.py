@@ -43,7 +43,6 @@ PAUSE: dict[PauseMode, str] = {
     "in_place": "/pause?mode=keep&clear_cache=false",
     "retract": "/pause?mode=keep&clear_cache=true",
 }
-RESUME = "/resume"
 # To empty caches of old weights. Requests that are frozen go back to the queue, for theirs.
 RESET = "/reset_{}_cache?reset_running_requests=true"
 _SETTINGS = ("logprobs_mode", "model", "multimodal_config", "enable_sleep_mode", "max_model_len")
@@ -52,7 +51,7 @@ _ROUNDING = 1e-6  # a log-probability may be above 0 by so much
 _NOT_FINITE = -9999.0  # what vLLM writes for such a log-probability
 
 
-def generate_body(request: Request, rid: str) -> dict[str, Any]:
+def generate_body(request: Request, rid: str, seeds: bool = True) -> dict[str, Any]:
     """The body of GENERATE: ids with one placeholder an image, which the server expands.
 
     `stop_ids` alone stop, not those of the model's folder. A response that goes on is drawn with
@@ -72,13 +71,14 @@ def generate_body(request: Request, rid: str) -> dict[str, Any]:
             "ignore_eos": True,
             "detokenize": False,
             "logit_bias": {str(i): BAN for i in request.banned},
-            **({"seed": sampling.seed + done} if sampling.seed is not None else {}),
+            **({"seed": sampling.seed + done} if seeds and sampling.seed is not None else {}),
         },
     }
 
 
 class VllmEngine(RolloutEngine):
-    """Requests go to `http`'s server, which `server` starts if given; it has `renderer`'s model."""
+    """Requests go to `http`'s server, which `server` starts if given; it has `renderer`'s model.
+    `seeds`: they are sent. On a CPU one kills the server once a prompt is computed in two steps."""
 
     form = "vllm"
 
@@ -103,14 +103,14 @@ class VllmEngine(RolloutEngine):
         self.state, self.weights = State(), await self._version()
         self._versions = [self.weights]
         self.http.hold(False)
-        await self._call(RESUME, {})  # an earlier client may have left it paused, or
+        await self._call("/resume", {})  # an earlier client may have left it paused, or
         if (await self._call("/is_sleeping", None, "is_sleeping"))["is_sleeping"]:
             raise self._refused("its weights: it was left asleep, without them")
 
     async def _check(self) -> None:
         """EngineRefused: the server was started without what rollouts need, or with another model:
         its config is compared where its folder can be read here, its tokenizer in any case."""
-        family, tokenizer = self.renderer.family, self.renderer.tokenizer
+        render, family = self.renderer, self.renderer.family
         if family.forms.get("vllm") != "ids":
             why = family.refused.get("vllm", "it takes no text with pictures")
             raise EngineRefused(f"{family.name} with vLLM: {why}; use --engine embedded")
@@ -123,22 +123,22 @@ class VllmEngine(RolloutEngine):
         config = self.http.fields(SERVER_INFO, config, "model_config", "device_config")
         model = self.http.fields(SERVER_INFO, config["model_config"], *_SETTINGS)
         self._device, self._sleeps = config["device_config"]["device"], model["enable_sleep_mode"]
+        self.seeds = self._device != "cpu"
         self._longest = int(model["max_model_len"])  # tokens of prompt and response
         mode, folder, vision = (model[name] for name in _SETTINGS[:3])
         if mode != "processed_logprobs":  # others know neither temperature nor banned tokens
             raise self._refused(f"--logprobs-mode processed_logprobs (it has {mode})")
         if family.has_vision and (not vision or vision["language_model_only"]):
             raise self._refused("the vision tower (it runs a text model)")
-        file, wanted = Path(folder, "config.json"), self.renderer.config.model_type
+        file, wanted = Path(folder, "config.json"), render.config.model_type
         found = json.loads(file.read_text())["model_type"] if file.exists() else wanted
         if found != wanted:
-            what = f"{folder} is of type {found}, expected {wanted}"
-            raise self._refused(f"{self.renderer.model_path} ({what})")
-        text = self.renderer.template.render([Turn("user", (Text("."),))], prompt=True)
+            raise self._refused(f"{render.model_path} ({folder} is of type {found}, not {wanted})")
+        text = render.template.render([Turn("user", (Text("."),))], prompt=True)
         asked = {"prompt": text + (family.placeholder or ""), "add_special_tokens": False}
         answer = await self._call("/tokenize", asked, "tokens")
-        if answer["tokens"] != tokenizer.encode(asked["prompt"], add_special_tokens=False):
-            raise self._refused(f"{self.renderer.model_path} ({folder} has another tokenizer)")
+        if answer["tokens"] != render.tokenizer.encode(asked["prompt"], add_special_tokens=False):
+            raise self._refused(f"{render.model_path} ({folder} has another tokenizer)")
 
     def _refused(self, need: str, what: str = "answer rollouts") -> EngineRefused:
         return EngineRefused(f"{self.http.url} cannot {what}: start it with {need}")
@@ -176,7 +176,7 @@ class VllmEngine(RolloutEngine):
             if call.ended:
                 raise Aborted("aborted before it was sent again")
             call.sent, call.first = new_rid() if before else request.rid, len(self._versions) - 1
-            return generate_body(request, call.sent)
+            return generate_body(request, call.sent, self.seeds)
 
         return self._generation(call, (await self.http.post(GENERATE, body))[1])
 
@@ -221,7 +221,7 @@ class VllmEngine(RolloutEngine):
 
     async def resume(self) -> None:
         self.state.resume()
-        await self._call(RESUME, {})
+        await self._call("/resume", {})
         self.http.hold(False)
 
     async def abort(self, rids: Sequence[str] | None = None) -> None:
@@ -278,7 +278,7 @@ class VllmEngine(RolloutEngine):
             if (found := await self._version()) != version or not prefix["success"]:
                 raise EngineError(f"{self.http.url}: weights {found!r}, prefix cache: {prefix}")
             if before == "running":
-                await self._call(RESUME, {})
+                await self._call("/resume", {})
             self.weights, done = version, True
         finally:
             self.state.end_update(done or (not touched and before != "resumed"))
