@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image as Pil
@@ -34,7 +35,7 @@ from vireo.models.build import whole_model
 from vireo.models.policy import Policy
 from vireo.rl import compare
 from vireo.rl.attribution import MAX_ABS, MULT, Tried, attribute, explain, scored
-from vireo.rl.ladder import Report, climb
+from vireo.rl.ladder import Report, climb, never_seen
 from vireo.rl.mismatch_page import as_json, as_page, as_text
 from vireo.rl.swaps import Trainer
 from vireo.rollout.embedded import EmbeddedEngine
@@ -319,6 +320,27 @@ def test_a_response_that_breaks_the_contract_is_named() -> None:
     report = climbed(Wild.of_folder(trained()[1], renderer(), FLOAT32))
     assert where(report)[0] == "ids and response"
     assert "only a processor may write" in where(report)[1]
+
+
+@pytest.mark.parametrize(("said", "state"), [(None, "unseen"), ([], "differs")])
+def test_an_engine_must_say_which_ids_it_saw(said: list[int] | None, state: str) -> None:
+    class Silent(Engine):
+        async def generate(self, request: Request) -> Generation:
+            return replace(await super().generate(request), prompt_ids=said)
+
+    report = climbed(Silent.of_folder(trained()[1], renderer(), FLOAT32))
+    assert states(report)["ids and response"] == state
+
+
+def test_a_picture_is_made_new_also_where_the_resize_swallows_a_grey_level() -> None:
+    made = tiny_renderer("llava")
+    prompt = made.rollout(row(user(0, "What?"), images=[noise(300, 300)]))
+    fresh = never_seen(Trainer(policy("llava"), made), prompt)
+    assert not fresh.example.fields["pixel_values"].equal(prompt.example.fields["pixel_values"])
+    assert fresh.expanded == prompt.expanded
+    one = np.asarray(prompt.pictures[0]).astype(int) - np.asarray(fresh.pictures[0])
+    assert (one != 0).sum() == 1
+    assert abs(one).max() > 1
 
 
 def test_a_changed_projector_is_named_by_embeddings_where_weights_are_not_shown() -> None:

@@ -85,7 +85,7 @@ class StandIn:
         await self.runner.cleanup()
 
     def engine(self, **options: Any) -> VllmEngine:
-        http = Http(self.url, alive="/health", backoff=0.01, timeout=5.0, **options)
+        http = Http(self.url, alive="/health", backoff=0.01, timeout=30.0, **options)
         return VllmEngine(http, self.render)
 
     def _failed(self, path: str) -> web.Response | None:
@@ -199,11 +199,11 @@ def request(images: int = 1, sampling: Sampling = USUAL, **changes: Any) -> Requ
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 async def until(true: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not true():
             await asyncio.sleep(0.002)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vireo.errors import InputError
@@ -25,9 +26,13 @@ def image_by_image(policy: Policy) -> Iterator[None]:
         parts = pixel_values.split(image_grid_thw.prod(-1).tolist())
         outs = [together(p, g[None], **options) for p, g in zip(parts, image_grid_thw)]
         out = outs[0]
-        if getattr(out, "deepstack_features", None) is not None:  # a list of layers, by image
-            layers = zip(*(one.deepstack_features for one in outs))
-            out.deepstack_features = [[part for one in layer for part in one] for layer in layers]
+        if getattr(out, "deepstack_features", None) is not None:  # a list of layers
+            out.deepstack_features = [
+                torch.cat(layer)  # in transformers 5.12; in 5.19 it is parted by image
+                if isinstance(layer[0], Tensor)
+                else [part for one in layer for part in one]
+                for layer in zip(*(one.deepstack_features for one in outs))
+            ]
         out.pooler_output = [part for one in outs for part in one.pooler_output]
         return out
 

@@ -82,8 +82,7 @@ def attribute(trainer: Trainer, pairs: Sequence[Pair], floor: Figures) -> list[T
     """Every swap that applies to the family and to one of the rows at least; `floor` is that of the
     model as it is.
 
-    A swap that the model cannot run, as without a key that it needs, is left out: the engine's
-    model could not have run it either.
+    What the model cannot run without is never left out: the engine's model could not either.
     """
     rows = [trainer.row(pair) for pair in pairs]
     found = []
@@ -100,7 +99,9 @@ def attribute(trainer: Trainer, pairs: Sequence[Pair], floor: Figures) -> list[T
                 logprobs = scored(trainer, given, swap.packing)
                 own = noise_floor(trainer, pairs, given, logprobs) if swap.noisy else floor
         except Exception:  # whatever a model's code does without what it needs
-            continue
+            if swap.needed:
+                continue
+            raise
         figures = gap(pairs, logprobs)
         found.append(Tried(swap.name, swap.meaning, figures, own, changed or len(rows)))
     return found

@@ -158,8 +158,9 @@ class _Climb:
         words = self.trainer.renderer.config.get_text_config().vocab_size
         for i, (prompt, got) in enumerate(zip(self.prompts, self.got)):
             try:
-                seen = replace(got, prompt_ids=got.prompt_ids or prompt.expanded)
-                check(self.where(i), self.request(prompt, i), seen, words)
+                if got.prompt_ids is None:
+                    got = replace(got, prompt_ids=prompt.expanded)
+                check(self.where(i), self.request(prompt, i), got, words)
             except ContractError as error:
                 return "differs", str(error)
         if any(got.prompt_ids is None for got in self.got):
@@ -206,9 +207,7 @@ class _Climb:
         """Pictures that the engine has seen before, and the same with one grey level of one pixel
         changed, which nothing can have kept: both must be as near to the trainer."""
         seen = [prompt for prompt in self.prompts if prompt.pictures]
-        fresh = [
-            with_pictures(self.trainer, p, list(map(_one_level_off, p.pictures))) for p in seen
-        ]
+        fresh = [never_seen(self.trainer, prompt) for prompt in seen]
         tried = []
         for prompts in (seen, fresh):
             pairs = list(map(self.pair, prompts, await self.ask(prompts)))
@@ -271,10 +270,21 @@ class _Climb:
         return row.where if row and row.where else f"prompt {number}"
 
 
-def _one_level_off(picture: Pil.Image) -> Pil.Image:
+def never_seen(trainer: Trainer, prompt: Prompt) -> Prompt:
+    """The prompt with one grey level of one pixel of each picture changed; with more of them where
+    the processor's resize swallows that."""
+    fields = prompt.example.fields
+    for levels in (1, 32, 128):
+        changed = with_pictures(trainer, prompt, [_shaded(p, levels) for p in prompt.pictures])
+        if any(not fields[n].equal(v) for n, v in changed.example.fields.items()):
+            break
+    return changed
+
+
+def _shaded(picture: Pil.Image, levels: int) -> Pil.Image:
     changed = picture.copy()
     red, green, blue = picture.getpixel((0, 0))  # type: ignore[misc]
-    changed.putpixel((0, 0), (red + 1 if red < 255 else 254, green, blue))
+    changed.putpixel((0, 0), (red + levels if red < 128 else red - levels, green, blue))
     return changed
 
 

@@ -55,7 +55,7 @@ State = Callable[[Trainer, Sequence[Pair]], AbstractContextManager[None] | None]
 class Swap:
     """`row` gives what is scored in the place of a row, None where that is the same; `around` puts
     the model into another state, None where it has no such state. `noisy`: that state has a noise
-    floor of its own."""
+    floor of its own. `needed`: the model may need what is taken away, and raise."""
 
     name: str
     meaning: str
@@ -63,6 +63,7 @@ class Swap:
     around: State | None = None
     packing: bool = True
     noisy: bool = False
+    needed: bool = False
 
 
 # -- other rows ------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def without(name: str) -> Swap:
         fields = {n: v for n, v in row[0].fields.items() if n != name}
         return (replace(row[0], fields=fields), row[1]) if name in row[0].fields else None
 
-    return Swap(f"without {name}", f"the model does not get {name}", swap)
+    return Swap(f"without {name}", f"the model does not get {name}", swap, needed=True)
 
 
 def _softmax(**other: Any) -> Changed:

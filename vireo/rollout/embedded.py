@@ -107,9 +107,9 @@ class EmbeddedEngine(RolloutEngine):
         self._sizes: list[torch.Size] = []  # of parameters that are released
         self._queue: list[_Row] = []
         self._batch: list[_Row] = []
-        self._turn = threading.Condition()  # between two steps the loop looks at orders, and at
-        self._frozen = False
-        self._computing = False  # a step, or about to
+        self._turn = threading.Condition()  # of orders, which the loop reads between two steps
+        self._frozen = False  # between two steps
+        self._computing = False  # a step, or on the way to one
         self._thread: ThreadPoolExecutor | None = None  # None: not started, or closed
 
     @classmethod
