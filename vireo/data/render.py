@@ -219,15 +219,7 @@ class Renderer:
         return tuple(i for i in rows if i in self.image_ids or i not in self._words)
 
     def _check_processor(self) -> None:
-        """Raises InputError where the processor adds to a text, as some put a start before it, or
-        has another token for images than the model."""
-        token = getattr(self.config, "image_token_id", None)
-        token = getattr(self.config, "image_token_index", None) if token is None else token
-        if self.image_ids and token is not None and token not in self.image_ids:
-            raise InputError(
-                f"{self.processor_path}: the model's image token is {token}, its tokenizer has "
-                f"{sorted(self.image_ids)} for those of images: one of them is another model's"
-            )
+        """Raises InputError where the processor adds to a text, as some put a start before it."""
         text = self.template.render([Turn("user", (Text("."),))], prompt=True)
         short, full = self._tokenize(text)["input_ids"], self.call(text, [])["input_ids"][0]
         if short != full.tolist():
