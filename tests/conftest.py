@@ -20,7 +20,8 @@ from vireo.families import FAMILIES
 QUICK = {"qwen2_5_vl", "mllama", "gemma3", "qwen3"}
 OF_EVERY_FAMILY = {
     *("test_every_family", "test_learning", "test_packing", "test_attention", "test_alarms"),
-    *("test_check_family", "test_balance", "test_ladder", "test_embedded"),
+    *("test_check_family", "test_balance", "test_ladder", "test_embedded", "test_conformance"),
+    *("test_prompts", "test_weights"),
 }
 
 
