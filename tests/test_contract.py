@@ -282,3 +282,22 @@ def test_images_by_url_and_paths_elsewhere_are_refused(tmp_path: Any) -> None:
         asyncio.run(rollouts.generate(str(outside), "Hi", image_root=str(inside)))
     asyncio.run(rollouts.generate(outside, "Hi"))  # a Path is the program's own word
     asyncio.run(rollouts.generate("a.png", "Hi", image_root=str(tmp_path)))
+
+
+def test_an_engine_that_cannot_start_is_closed() -> None:
+    closed: list[bool] = []
+
+    class Broken(Scripted):
+        async def start(self) -> None:
+            raise EngineRefused("another model")
+
+        async def close(self) -> None:
+            closed.append(True)
+
+    async def story() -> None:
+        async with VLMRolloutEngine(Broken(stops), renderer("qwen2_5_vl")):
+            pass
+
+    with pytest.raises(EngineRefused, match="another model"):
+        asyncio.run(story())
+    assert closed == [True]

@@ -36,7 +36,7 @@ class VLMRolloutEngine:
         self._made = 0
 
     async def __aenter__(self) -> VLMRolloutEngine:
-        await self.engine.start()
+        await self.engine.__aenter__()
         return self
 
     async def __aexit__(self, *error: Any) -> None:

@@ -140,7 +140,11 @@ class RolloutEngine(ABC):
         self.weights = "default"  # version of the weights that it has
 
     async def __aenter__(self) -> RolloutEngine:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:  # a session, or a server that was started, would stay
+            await self.close()
+            raise
         return self
 
     async def __aexit__(self, *error: Any) -> None:
