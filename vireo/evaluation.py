@@ -46,15 +46,12 @@ def answer_rows(
     `generate` is transformers' generation. Tokens that only a processor may write are banned.
     """
     tokenizer = renderer.tokenizer
-    stops = {tokenizer.eos_token_id, renderer.pad_id}
-    if renderer.template.end_of_turn is not None:
-        stops.add(tokenizer.convert_tokens_to_ids(renderer.template.end_of_turn))
     # Ours alone: a model folder's own settings (penalties, sampling) would change the measure.
     greedy = GenerationConfig(
         do_sample=False,
         use_cache=True,
         max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(stops),
+        eos_token_id=list(renderer.stop_ids),
         pad_token_id=renderer.pad_id,
         suppress_tokens=sorted(renderer.image_ids) or None,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -38,9 +37,10 @@ class Prompt:
         return [_png(picture) for picture in self.pictures]
 
     @cached_property
-    def urls(self) -> bytes:
-        """The pictures as a JSON list of data URLs."""
-        return json.dumps([data_url(png) for png in self.pngs]).encode()
+    def urls(self) -> list[bytes]:
+        """The pictures as data URLs, each in JSON already: they are large, and the same in every
+        request of a group."""
+        return [b'"data:image/png;base64,%s"' % base64.b64encode(png) for png in self.pngs]
 
     @cached_property
     def expanded(self) -> list[int]:
@@ -52,10 +52,6 @@ class Prompt:
         """Names what an engine is sent: equal for equal prompts."""
         parts = [repr(self.ids).encode(), *self.pngs]
         return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
-
-
-def data_url(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def _png(picture: Pil.Image) -> bytes:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from vireo.rollout.engine import EngineGone
+from vireo.rollout.engine import EngineGone, State
 from vireo.rollout.http import Aborted
+from vireo.rollout.sample import new_rid
 
 T = TypeVar("T")
 
@@ -26,6 +27,22 @@ class Call:
     ended: str = ""
     first: int = 0
     task: asyncio.Task[Any] = field(init=False)
+    _again: bool = False
+
+    def left(self) -> str:
+        """Its name at the server, which may still compute what nobody will read."""
+        before, self.sent = self.sent, ""
+        return before
+
+    async def begin(self, rid: str, state: State, versions: Sequence[str]) -> None:
+        """Waits until it may be sent, and names it: `rid`, then a new name each time. Aborted: it
+        was ended meanwhile."""
+        self.sent = ""
+        await state.for_request()
+        if self.ended:
+            raise Aborted("aborted before it was sent again")
+        self.sent, self.first = new_rid() if self._again else rid, len(versions) - 1
+        self._again = True
 
 
 class Calls:

@@ -95,5 +95,5 @@ def generate_body(request: Request, form: str) -> dict[str, Any]:
     else:
         body["input_ids"] = request.prompt.ids + request.response
     if request.prompt.pictures:
-        body["image_data"] = request.prompt.urls
+        body["image_data"] = b"[%s]" % b", ".join(request.prompt.urls)
     return body

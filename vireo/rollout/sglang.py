@@ -23,10 +23,10 @@ from vireo.rollout.engine import (
     State,
     Tag,
 )
-from vireo.rollout.http import Aborted, Http
+from vireo.rollout.http import Http
 from vireo.rollout.launch import Server
 from vireo.rollout.protocol import Version
-from vireo.rollout.sample import Generation, Request, new_rid
+from vireo.rollout.sample import Generation, Request
 from vireo.weights.source import Weights
 
 _STEP_S = 0.02  # between looks at a server until it is idle
@@ -124,13 +124,9 @@ class SglangEngine(RolloutEngine):
 
     async def _ask(self, request: Request, call: Call) -> Generation:
         async def body(arrived: bool) -> dict[str, Any]:
-            before, call.sent = call.sent, ""
-            if arrived:  # it may still be computed: nobody would read that answer
-                await self._control(protocol.ABORT, {"rid": before}, also=_CLOSED)
-            await self.state.for_request()
-            if call.ended:
-                raise Aborted("aborted before it was sent again")
-            call.sent, call.first = new_rid() if before else request.rid, len(self._versions) - 1
+            if arrived:
+                await self._control(protocol.ABORT, {"rid": call.left()}, also=_CLOSED)
+            await call.begin(request.rid, self.state, self._versions)
             made = protocol.generate_body(replace(request, rid=call.sent), self._wire)
             sampling = made["sampling_params"]
             if not self.seeds:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from vireo.data.conversation import Text, Turn
-from vireo.data.prompt import data_url
 from vireo.data.render import Renderer
 from vireo.rollout.calls import Call, Calls
 from vireo.rollout.engine import (
@@ -27,10 +26,10 @@ from vireo.rollout.engine import (
     State,
     Tag,
 )
-from vireo.rollout.http import Aborted, Http
+from vireo.rollout.http import Http
 from vireo.rollout.launch import Server
 from vireo.rollout.protocol import BAN
-from vireo.rollout.sample import Generation, Request, new_rid
+from vireo.rollout.sample import Generation, Request
 from vireo.weights.source import Folder, Weights
 
 GENERATE = "/inference/v1/generate"
@@ -52,19 +51,21 @@ _NOT_FINITE = -9999.0  # what vLLM writes for such a log-probability
 
 
 def generate_body(request: Request, rid: str, seeds: bool = True) -> dict[str, Any]:
-    """The body of GENERATE: ids with one placeholder an image, which the server expands.
+    """The body of GENERATE: ids with one placeholder an image, which the server expands; images
+    are JSON already (see `http.encoded`).
 
     `stop_ids` alone stop, not those of the model's folder. A response that goes on is drawn with
     other random numbers than its beginning was.
     """
     sampling, done = request.sampling, len(request.response)
+    parts = [b'{"type": "image_url", "url": %s}' % url for url in request.prompt.urls]
     return {
         "request_id": rid,
         "token_ids": request.prompt.ids + request.response,
-        "content_parts": [{"type": "image_url", "url": data_url(p)} for p in request.prompt.pngs],
+        "content_parts": b"[%s]" % b", ".join(parts),
         "return_token_ids": True,
         "sampling_params": {
-            "max_tokens": sampling.max_new_tokens - done,
+            "max_tokens": request.left,
             "temperature": sampling.temperature,
             "logprobs": 0,  # of the token itself
             "stop_token_ids": list(request.stop_ids),
@@ -169,13 +170,9 @@ class VllmEngine(RolloutEngine):
 
     async def _ask(self, request: Request, call: Call) -> Generation:
         async def body(arrived: bool) -> dict[str, Any]:
-            before, call.sent = call.sent, ""
-            if arrived:  # it may still be computed: nobody would read that answer
-                await self._call(ABORT, {"request_ids": [NAME + before]})
-            await self.state.for_request()
-            if call.ended:
-                raise Aborted("aborted before it was sent again")
-            call.sent, call.first = new_rid() if before else request.rid, len(self._versions) - 1
+            if arrived:
+                await self._call(ABORT, {"request_ids": [NAME + call.left()]})
+            await call.begin(request.rid, self.state, self._versions)
             return generate_body(request, call.sent, self.seeds)
 
         return self._generation(call, (await self.http.post(GENERATE, body))[1])
