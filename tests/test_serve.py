@@ -31,7 +31,7 @@ from tests.launch import environment
 from tests.serving import Calls, Scripted, calling, in_loop, serving
 from tests.tiny_models import noise, renderer, row, tiny, user
 from vireo import __version__, cli
-from vireo.data.prompt import Prompt, data_url
+from vireo.data.prompt import Prompt
 from vireo.errors import InputError
 from vireo.families.tiny import build
 from vireo.models.load import targets_of
@@ -61,6 +61,10 @@ def png(width: int = 30, height: int = 30, shade: int = 90) -> bytes:
     out = io.BytesIO()
     PIL.Image.new("RGB", (width, height), (shade, 0, 0)).save(out, "PNG")
     return out.getvalue()
+
+
+def data_url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
 def wire(request: Request, form: str = "ids") -> dict[str, Any]:
