@@ -69,10 +69,12 @@ async def measure(given: argparse.Namespace, server_args: dict[str, str], folder
         assert prompt.pngs
     rendering = time.perf_counter() - started
     urls = [given.sglang_url] if given.sglang_url else None
-    settings = EngineSettings(engine="sglang", sglang_url=urls, engine_concurrency=1024)
+    settings = EngineSettings(
+        engine="sglang", sglang_url=urls, engine_concurrency=1024, server_args=server_args
+    )
     if urls:
         await answering(urls[0])
-    engine = open_engine(settings, folder, renderer, server_args=server_args)
+    engine = open_engine(settings, folder, renderer)
     sampling = Sampling(max_new_tokens=given.tokens, seed=0)
     started = time.perf_counter()
     async with VLMRolloutEngine(engine, renderer) as rollouts:
@@ -154,8 +156,7 @@ def main() -> None:
     parser.add_argument("--ignore_eos", action="store_true")
     parser.add_argument("--out", default="rollout_rate.json")
     given, rest = parser.parse_known_args()
-    names = [word.removeprefix("--sglang-").removeprefix("--sglang_") for word in rest[::2]]
-    server_args = dict(zip(names, rest[1::2]))
+    server_args = dict(zip((word[2:].replace("_", "-") for word in rest[::2]), rest[1::2]))
     with tempfile.TemporaryDirectory() as name:
         folder = given.model or f"{name}/model"
         if given.model is None:

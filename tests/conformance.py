@@ -293,7 +293,7 @@ def main() -> int:
     parser.add_argument("--no_sleep", action="store_true")
     parser.add_argument("--no_tensors", action="store_true")
     given, rest = parser.parse_known_args()
-    args = {a.removeprefix("--").split("-", 1)[1]: b for a, b in zip(rest[::2], rest[1::2])}
+    args = {a.removeprefix("--"): b for a, b in zip(rest[::2], rest[1::2])}
     with tempfile.TemporaryDirectory() as name:
         model = given.model or str(build("qwen2_5_vl", Path(name) / "model"))
         other = given.other or turned(model, Path(name) / "other")
@@ -305,8 +305,9 @@ def main() -> int:
             engine=given.engine,
             sglang_url=[given.sglang_url] if given.sglang_url else None,
             vllm_url=[given.vllm_url] if given.vllm_url else None,
+            server_args=args,
         )
-        engine = open_engine(settings, model, renderer, server_args=args, dtype=dtype)
+        engine = open_engine(settings, model, renderer, dtype=dtype)
         suite = Suite(
             *(engine, renderer, policies[0], given.limit, model, other, policies[1]),
             sleeps=not given.no_sleep,

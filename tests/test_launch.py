@@ -321,8 +321,9 @@ def test_keys_are_new_each_time() -> None:
 
 
 def opened(family: str = FAMILY, args: dict[str, str] | None = None, **settings: Any) -> Any:
-    made = EngineSettings.model_validate(settings)
-    return open_engine(made, tiny(family), renderer(family), server_args=args or {})
+    passed = {f"{settings.get('engine', 'vllm')}-{name}": v for name, v in (args or {}).items()}
+    made = EngineSettings.model_validate(settings | {"server_args": passed})
+    return open_engine(made, tiny(family), renderer(family))
 
 
 def test_the_engine_of_this_process() -> None:

@@ -418,9 +418,11 @@ def test_flags_of_the_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch)
     words = ["--engine=sglang", "--sglang-mem-fraction-static", "0.5", "--sglang_enable-x"]
     words += ["--allow-image-urls", "--engine_retries=0", "--n", "4", "--top_k=5"]
     assert cli.main(["rollout", *NEEDED, *words, "--reward=exact_match,a:b"]) == 0
-    assert seen["server_args"] == {"mem-fraction-static": "0.5", "enable-x": ""}
     assert seen["engine"] == EngineSettings(
-        engine="sglang", allow_image_urls=True, engine_retries=0
+        engine="sglang",
+        allow_image_urls=True,
+        engine_retries=0,
+        server_args={"sglang-mem-fraction-static": "0.5", "sglang-enable-x": ""},
     )
     assert seen["sampling"] == SamplingSettings(n=4, top_k=5)
     assert seen["reward"] == ["exact_match", "a:b"]

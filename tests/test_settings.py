@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from vireo.errors import InputError
 from vireo.settings import Settings, describe, load_settings
 from vireo.settings.flags import BY_NAME, FLAGS, Flag
+from vireo.settings.schema import RL_SECTIONS
 
 ROOT = Path(__file__).parents[1]
 MODEL = ["--vlm_model_name_or_path", "m"]
@@ -61,12 +62,54 @@ def test_every_setting_has_a_meaning():
 
 
 def test_the_table_shows_every_setting_and_the_docs_show_the_table():
-    table = describe("fsdp_vlm")
+    table = describe("grpo")
     for flag in FLAGS.values():
         assert f"--{flag.names[0]} " in table
         assert f" {flag.dotted} " in table
         assert flag.meaning in table
     assert table in (ROOT / "docs/settings.md").read_text(), "paste `vireo settings` into it"
+
+
+def test_the_table_of_a_trainer_without_rollouts_shows_nothing_of_them():
+    table = describe("fsdp_vlm")
+    for flag in FLAGS.values():
+        shown = f" {flag.dotted} " in table
+        assert shown == (flag.dotted.split(".")[0] not in RL_SECTIONS)
+
+
+def test_settings_of_rollouts_mean_grpo_with_its_own_defaults(write):
+    settings = load("--eps_clip", "0.3")
+    assert (settings.trainer, settings.optim.lr, settings.optim.warmup_ratio) == ("grpo", 1e-6, 0)
+    assert load("--eps_clip", "0.3", "--lr", "1e-4").optim.lr == 1e-4
+    file = write("algo: {eps_clip: 0.3}\noptim: {lr: 0.5}\n")
+    assert load("--config", file).optim.lr == 0.5
+    assert load("--config", file).optim.lr_scheduler == "constant"
+    text = refused("--model_name_or_path=m", "--trainer", "fsdp", "--eps-clip", "0.3")
+    assert text == "--eps-clip is for --trainer grpo, found fsdp"
+
+
+def test_settings_of_a_server_pass_through(write):
+    words = ("--engine", "sglang", "--sglang-log-level", "error", "--sglang_enable-x")
+    engine = load(*words).engine
+    assert engine.server_args == {"sglang-log-level": "error", "sglang-enable-x": ""}
+    path = write(load(*words).to_yaml())
+    assert load_settings(["--config", path]) == load(*words)
+    text = refused("--model_name_or_path=m", "--engine=vllm", "--sglang-log-level", "error")
+    assert text == "--sglang-log-level is for another engine than vllm"
+
+
+def test_keys_of_engines_are_written_nowhere():
+    settings = load(
+        "--engine=sglang", "--engine_api_key=secret-1", "--engine_admin_key=s"
+    )
+    assert settings.engine.engine_api_key == "secret-1"
+    assert "secret" not in settings.to_yaml()
+    assert "secret" not in str(settings.model_dump(mode="json"))
+
+
+def test_a_list_may_be_several_words():
+    data = load("--eval-prompt-data", "aime", "a.jsonl", "--reward", "math").prompts
+    assert data.eval_prompt_data == ["aime", "a.jsonl"]
 
 
 def test_defaults():
@@ -191,10 +234,7 @@ def test_an_empty_file_and_an_empty_section_say_nothing(write):
         (["--qqqqqqqq"], "unknown flag --qqqqqqqq; `vireo settings` lists them all"),
         (["lr", "1"], "unexpected 'lr': a flag starts with --"),
         (["-lr", "1"], "unexpected '-lr': a flag starts with --"),
-        (
-            ["--lora_target_modules", "A", "B"],
-            "unexpected 'B': a flag starts with --, a list is A,B",
-        ),
+        (["--lora_r", "4", "B"], "unexpected 'B': a flag starts with --"),
         (["--lr"], "--lr needs a value: number >= 0"),
         (["--lr", "--seed", "1"], "--lr needs a value: number >= 0"),
         (["--config"], "--config needs a value: a file"),
@@ -298,6 +338,21 @@ def _trees(draw) -> dict[str, Any]:
         tree["data"]["train_file"] = [f"f{i}" for i in range(len(weights))]
     if fsdp.get("sharding") == "hybrid":
         fsdp["enable"] = True
+    if set(tree) & set(RL_SECTIONS):
+        tree["trainer"] = "grpo"
+    rollout, algo = tree.get("rollout", {}), tree.get("algo", {})
+    if rollout.get("over_sampling_batch_size"):
+        rollout["rollout_batch_size"] = 1
+    if rollout.get("debug_rollout_only"):
+        rollout["debug_train_only"] = None
+    if algo.get("kl_loss_coef"):
+        algo["use_kl_loss"] = True
+    if "tis_clip_low" in algo:
+        algo["tis_clip"] = algo["tis_clip_low"] + 1
+    if algo.get("eps_clip_c"):
+        algo["eps_clip_c"] += 1
+    for name in ("engine_api_key", "engine_admin_key"):  # which are written nowhere
+        tree.get("engine", {}).pop(name, None)
     return tree
 
 

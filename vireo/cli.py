@@ -70,15 +70,10 @@ class _Parser(argparse.ArgumentParser):
             from vireo.settings.load import read_section
 
             mine = {key: given.pop(key) for key in section.model_fields if key in given}
+            if passed and "server_args" in section.model_fields:
+                mine["server_args"] = passed
             given[name] = read_section(section, defaults | mine)
-        return given | (self._server_args(given, passed) if self._passing else {})
-
-    def _server_args(self, given: dict[str, Any], passed: dict[str, str]) -> dict[str, Any]:
-        engine = given["engine"].engine
-        for flag in passed:
-            if not flag.startswith(engine + "-"):
-                raise InputError(f"{self.prog}: --{flag} is for another engine than {engine}")
-        return {"server_args": {k.removeprefix(engine + "-"): v for k, v in passed.items()}}
+        return given
 
 
 def _hint(name: str, names: list[str]) -> str:
@@ -394,8 +389,8 @@ def _training_flags(parser: _Parser, *, model_required: bool) -> None:
 
 
 def _engine_flags(parser: _Parser) -> None:
-    """Those of EngineSettings, as `engine`; and `server_args`: --sglang-NAME and --vllm-NAME that
-    are none of them, by NAME, for a server that is started."""
+    """Those of EngineSettings, as `engine`; --sglang-NAME and --vllm-NAME that are none of them go
+    to a server that is started."""
     from vireo.settings.rollout import EngineSettings
 
     parser.section("engine", EngineSettings)

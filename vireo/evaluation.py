@@ -6,7 +6,7 @@ Used by the trainers (on the sharded policy) and by `vireo eval` (any engine, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,6 @@ def evaluate_files(
     output_dir: str | None = None,
     engine: EngineSettings | None = None,
     sampling: SamplingSettings | None = None,
-    server_args: Mapping[str, str] | None = None,
     reward: str = MEASURE,
     **options: Any,
 ) -> dict[str, Any]:
@@ -166,7 +165,6 @@ def evaluate_files(
         buffer,
         engine,
         sampling,
-        server_args,
         rewards=Rewards([reward]),
         at_once=-(-batch_size // sampling.n),
     )

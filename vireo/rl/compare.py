@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ def mismatch(
     data: str,
     engine: EngineSettings,
     sampling: SamplingSettings,
-    server_args: Mapping[str, str] | None = None,
     processor: str | None = None,
     image_root: str | None = None,
     limit: int = 8,
@@ -77,9 +75,7 @@ def mismatch(
     asked = Sampling(**sampling.model_dump(include=set(Sampling.__dataclass_fields__)))
 
     async def run() -> Report:
-        opened = open_engine(
-            engine, first, renderer, server_args=server_args or {}, device=device, dtype=kind
-        )
+        opened = open_engine(engine, first, renderer, device=device, dtype=kind)
 
         async def send() -> None:
             await opened.pause()

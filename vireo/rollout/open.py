@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -23,16 +22,15 @@ def open_engine(
     model_folder: str,
     renderer: Renderer,
     *,
-    server_args: Mapping[str, str],
     device: Any = None,
     dtype: Any = None,
 ) -> RolloutEngine:
     """The engine, not started yet: in this process, at the URLs given, or one that `start` starts.
 
-    `server_args`: settings of a server that is started here, by its own names. EngineRefused: it
-    does not run the model's family, or is not installed.
+    EngineRefused: it does not run the model's family, or is not installed.
     """
     name, family = settings.engine, renderer.family
+    server_args = {k.removeprefix(f"{name}-"): v for k, v in settings.server_args.items()}
     urls = {"sglang": settings.sglang_url, "vllm": settings.vllm_url}.get(name) or []
     if server_args and (name == "embedded" or urls):
         raise EngineRefused(

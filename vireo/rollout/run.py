@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -66,7 +66,6 @@ def generate(
     buffer: DataBuffer,
     engine: EngineSettings,
     sampling: SamplingSettings,
-    server_args: Mapping[str, str] | None,
     told: Callable[[], None] | None = None,
     *,
     rewards: Rewards | None = None,
@@ -79,7 +78,7 @@ def generate(
     servers = len(engine.sglang_url or engine.vllm_url or [""])
 
     async def run() -> tuple[Health, float]:
-        opened = open_engine(engine, folder, renderer, server_args=server_args or {})
+        opened = open_engine(engine, folder, renderer)
         async with VLMRolloutEngine(opened, renderer) as rollouts:
             started = time.perf_counter()
             await RolloutManager(
@@ -105,7 +104,6 @@ def rollout(
     out: str,
     engine: EngineSettings,
     sampling: SamplingSettings,
-    server_args: Mapping[str, str] | None = None,
     processor: str | None = None,
     image_root: str | None = None,
     limit: int | None = None,
@@ -138,9 +136,7 @@ def rollout(
                 bar.update()
 
         opened = open_model(model, processor, engine, **options)
-        health, seconds = generate(
-            opened, rows, buffer, engine, sampling, server_args, told, rewards=rewards
-        )
+        health, seconds = generate(opened, rows, buffer, engine, sampling, told, rewards=rewards)
     summary = _summary(file, sampling.n) | {
         "seconds": round(seconds, 2),  # of this call alone, as the rate is
         "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),

@@ -21,7 +21,23 @@ from vireo.settings.section import Positive, Section
 
 _PREFIXES = {"fsdp": "fsdp_", "lora": "lora_"}  # of the flat names of a section
 _NAMES = {
-    "model.vlm_model_name_or_path": ("vlm_model_name_or_path", "model_name_or_path"),
+    "model.vlm_model_name_or_path": (
+        "vlm_model_name_or_path",
+        "model_name_or_path",
+        "hf_checkpoint",
+    ),
+    "data.shuffle": ("shuffle", "rollout_shuffle"),
+    "batch.per_device_train_batch_size": ("per_device_train_batch_size", "micro_batch_size"),
+    "optim.lr_scheduler": ("lr_scheduler", "lr_decay_style"),
+    "run.save_dir": ("save_dir", "save"),
+    "run.resume": ("resume", "load"),
+    "run.save_steps": ("save_steps", "save_interval"),
+    "run.eval_steps": ("eval_steps", "eval_interval"),
+    "prompts.max_prompt_len": ("max_prompt_len", "rollout_max_prompt_len"),
+    "rollout.dynamic_sampling_filter": ("dynamic_sampling_filter", "dynamic_sampling_filter_path"),
+    "rollout.debug_train_only": ("debug_train_only", "load_debug_rollout_data"),
+    "rewards.reward": ("reward", "rm_type", "reward_fn"),
+    "rewards.reward_url": ("reward_url", "rm_url"),
     "fsdp.grad_ckpt": ("grad_ckpt",),
 }
 _SWITCHES = {"fsdp.grad_ckpt": "none|full|every-N|auto"}  # more than a switch, and one as published
@@ -44,6 +60,7 @@ class Flag:
     names: tuple[str, ...]
     type: str  # in words, as the table and the error texts say it
     is_bool: bool
+    is_list: bool
     optional: bool  # may be None
     required: bool  # has no default, and `default` is None
     default: Any
@@ -87,12 +104,15 @@ def flags_of(tree: type[Section], section: str = "") -> Iterator[Flag]:
         if isinstance(plain, type) and issubclass(plain, Section):
             yield from flags_of(plain, name)
             continue
+        if get_origin(plain) is dict:  # given by flags of other names
+            continue
         dotted = f"{section}.{name}" if section else name
         yield Flag(
             dotted=dotted,
             names=_NAMES.get(dotted, (_PREFIXES.get(section, "") + name,)),
             type=_SWITCHES.get(dotted) or _words(plain, info),
             is_bool=plain is bool or dotted in _SWITCHES,
+            is_list=get_origin(plain) is list,
             optional=optional and dotted not in _NONE_IS_A_VALUE,
             required=info.is_required(),
             default=None if info.default is PydanticUndefined else info.default,

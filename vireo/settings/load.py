@@ -33,7 +33,9 @@ def read_section(section: type[One], given: Mapping[str, Any]) -> One:
     """A section by itself, of a command's flags by name. InputError names the first mistake."""
     flags = {flag.dotted: flag for flag in flags_of(section)}
     values = {
-        name: None if flags[name].optional and str(value).lower() == "none" else value
+        name: None
+        if name in flags and flags[name].optional and str(value).lower() == "none"
+        else value
         for name, value in given.items()
     }
     try:
@@ -51,7 +53,9 @@ def _one_line(
     if error["type"] == "value_error":  # a rule that joins settings: its text names the flags
         return re.sub(
             r"--(\w+)",
-            lambda match: written.get(BY_NAME[match[1]].dotted, match[0]),
+            lambda match: (
+                written.get(BY_NAME[match[1]].dotted, match[0]) if match[1] in BY_NAME else match[0]
+            ),
             str(error["ctx"]["error"]),
         )
     dotted = ".".join(str(part) for part in error["loc"])

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 
 from vireo.errors import InputError
 from vireo.settings.files import read_file
-from vireo.settings.flags import SECTIONS, Flag, find, spelling
+from vireo.settings.flags import BY_NAME, SECTIONS, Flag, find, spelling
+from vireo.settings.schema import RL_SECTIONS, TRAINER_DEFAULTS
+
+SERVER_ARGS = "engine.server_args"
 
 
 class Given(NamedTuple):
@@ -22,9 +25,14 @@ def normalise(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     if config is not None:
         given = {**_from_file(config), **given}
     nested: dict[str, Any] = {section: {} for section in SECTIONS}
+    if "trainer" not in given and any(d.split(".")[0] in RL_SECTIONS for d in given):
+        nested["trainer"] = "grpo"
     for dotted, entry in given.items():
         section, _, key = dotted.rpartition(".")
         (nested[section] if section else nested)[key] = entry.value
+    for dotted, default in TRAINER_DEFAULTS.get(nested.get("trainer"), {}).items():
+        section, _, key = dotted.partition(".")
+        nested[section].setdefault(key, default)
     return nested, {dotted: entry.written for dotted, entry in given.items()}
 
 
@@ -36,10 +44,18 @@ def _from_argv(argv: list[str]) -> tuple[str | None, dict[str, Given]]:
         if not written.startswith("--"):
             raise InputError(f"unexpected {written!r}: a flag starts with --, a list is A,B")
         name = spelling(written[2:])
+        if name not in BY_NAME and name.startswith(("sglang_", "vllm_")):
+            if not has_value and tokens and not tokens[0].startswith("--"):
+                value = tokens.popleft()
+            args = given.setdefault(SERVER_ARGS, Given({}, "server_args", written)).value
+            args[written[2:].replace("_", "-")] = value
+            continue
         flag = None if name == "config" else find(name, "flag", "--", written)
         if not has_value:
             if tokens and not tokens[0].startswith("--"):
                 value = tokens.popleft()
+                while flag and flag.is_list and tokens and not tokens[0].startswith("--"):
+                    value += "," + tokens.popleft()
             elif flag and flag.is_bool:
                 value = "true"
             else:
@@ -59,11 +75,15 @@ def _from_file(path: str) -> dict[str, Given]:
     given: dict[str, Given] = {}
     for key, value in read_file(path).items():
         items = {key: value}
-        if spelling(str(key)) in SECTIONS:
+        section = spelling(str(key))
+        if section in SECTIONS and (isinstance(value, dict | None) or section not in BY_NAME):
             if not isinstance(value, dict | None):
                 raise InputError(f"{key} ({path}): found {value!r:.80}, expected a section of keys")
             items = {f"{key}.{inner}": item for inner, item in (value or {}).items()}
         for written, item in items.items():
+            if spelling(str(written)) == SERVER_ARGS:
+                given[SERVER_ARGS] = Given(item, "server_args", f"{written} ({path})")
+                continue
             name, shown = spelling(str(written)), f"{written} ({path})"
             flag = find(name, "key", "", shown)
             if isinstance(item, bool) and not flag.is_bool:  # pydantic would take it for 0 or 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vireo.settings.section import Names, Section, Text
 
@@ -31,10 +31,13 @@ class EngineSettings(Section):
         description="Use the embedded engine where the chosen one cannot run the model.",
     )
     engine_api_key: Text | None = Field(
-        default=None, description="Key of the servers given by URL. Default: VIREO_API_KEY."
+        default=None,
+        exclude=True,  # no record of a run has it
+        description="Key of the servers given by URL. Default: VIREO_API_KEY.",
     )
     engine_admin_key: Text | None = Field(
         default=None,
+        exclude=True,
         description="Key of their control endpoints. Default: VIREO_ADMIN_KEY, or the API key.",
     )
     engine_concurrency: int = Field(
@@ -52,6 +55,18 @@ class EngineSettings(Section):
     allow_image_paths: bool = Field(
         default=False, description="Read images outside the data file's folder."
     )
+    server_args: dict[str, str] = Field(
+        default={},
+        description="Settings of a server that is started, by its own names: what "
+        "--sglang-NAME and --vllm-NAME give.",
+    )
+
+    @model_validator(mode="after")
+    def _rules(self) -> EngineSettings:
+        for name in self.server_args:
+            if not name.startswith(f"{self.engine}-"):
+                raise ValueError(f"--{name} is for another engine than {self.engine}")
+        return self
 
 
 class SamplingSettings(Section):

@@ -7,11 +7,19 @@ are the trainer's.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from vireo.settings.rl import AlgoSettings, PromptSettings, RewardSettings, RolloutSettings
+from vireo.settings.rollout import EngineSettings
 from vireo.settings.section import Names, Numbers, Recompute, Section, Text
+
+SFT = ("fsdp_vlm", "fsdp")  # trainers without a rollout
+RL_SECTIONS = ("prompts", "rollout", "rewards", "algo", "engine")
+TRAINER_DEFAULTS: dict[Any, dict[str, Any]] = {
+    "grpo": {"optim.lr": 1e-6, "optim.lr_scheduler": "constant", "optim.warmup_ratio": 0.0}
+}
 
 
 class ModelSettings(Section):
@@ -374,6 +382,11 @@ class Settings(Section):
     fsdp: FsdpSettings = Field(default_factory=FsdpSettings)
     lora: LoraSettings = Field(default_factory=LoraSettings)
     run: RunSettings = Field(default_factory=RunSettings)
+    prompts: PromptSettings = Field(default_factory=PromptSettings)
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    rewards: RewardSettings = Field(default_factory=RewardSettings)
+    algo: AlgoSettings = Field(default_factory=AlgoSettings)
+    engine: EngineSettings = Field(default_factory=EngineSettings)
 
     @model_validator(mode="after")
     def _rules(self) -> Settings:
@@ -382,10 +395,21 @@ class Settings(Section):
                 "--grad_ckpt auto needs --max_tokens_per_gpu, to know what must fit; give it with "
                 "--global_batch_size, or use --grad_ckpt full"
             )
+        for name in RL_SECTIONS if self.trainer in SFT else ():
+            section = getattr(self, name)
+            if section != type(section)():
+                also = next(n for n, v in section if v != getattr(type(section)(), n))
+                raise ValueError(f"--{also} is for --trainer grpo, found {self.trainer}")
         return self
 
     def to_yaml(self) -> str:
         """Every setting with its value, in a form that `--config` reads back to an equal object."""
         import yaml
 
-        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)
+        kept = self.model_dump(mode="json", by_alias=True)
+        for name in RL_SECTIONS:
+            if self.trainer in SFT and kept[name] == type(getattr(self, name))().model_dump(
+                mode="json"
+            ):
+                del kept[name]
+        return yaml.safe_dump(kept, sort_keys=False)

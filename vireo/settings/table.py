@@ -6,11 +6,17 @@ from itertools import groupby
 from typing import Any
 
 from vireo.settings.flags import FLAGS, Flag
+from vireo.settings.schema import RL_SECTIONS, SFT, TRAINER_DEFAULTS
 
 
 def describe(trainer: str) -> str:
     """Every setting of `trainer`: flag, dotted name, type or choices, default, and meaning."""
-    rows = [_row(flag, trainer) for flag in FLAGS.values()]
+    flags = [
+        flag
+        for flag in FLAGS.values()
+        if trainer not in SFT or flag.dotted.split(".")[0] not in RL_SECTIONS
+    ]
+    rows = [_row(flag, trainer) for flag in flags]
     head = ("flag", "setting", "type", "default")
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 
@@ -18,9 +24,7 @@ def describe(trainer: str) -> str:
         return "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
 
     lines = [line(head)]
-    for _, group in groupby(
-        zip(FLAGS.values(), rows, strict=True), key=lambda pair: _section(pair[0])
-    ):
+    for _, group in groupby(zip(flags, rows, strict=True), key=lambda pair: _section(pair[0])):
         lines.append("")
         for flag, row in group:
             lines += [line(row), f"    {flag.meaning}{_also(flag)}"]
@@ -36,7 +40,8 @@ def _also(flag: Flag) -> str:
 
 
 def _row(flag: Flag, trainer: str) -> tuple[str, str, str, str]:
-    default = trainer if flag.dotted == "trainer" else flag.default
+    own = {"trainer": trainer} | TRAINER_DEFAULTS.get(trainer, {})
+    default = own.get(flag.dotted, flag.default)
     return (
         f"--{flag.names[0]}",
         flag.dotted,
