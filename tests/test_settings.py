@@ -348,9 +348,9 @@ def _trees(draw) -> dict[str, Any]:
     if algo.get("kl_loss_coef"):
         algo["use_kl_loss"] = True
     if "tis_clip_low" in algo:
-        algo["tis_clip"] = algo["tis_clip_low"] + 1
+        algo["tis_clip"] = 2 * algo["tis_clip_low"] + 1
     if algo.get("eps_clip_c"):
-        algo["eps_clip_c"] += 1
+        algo["eps_clip_c"] += 1.5
     for name in ("engine_api_key", "engine_admin_key"):  # which are written nowhere
         tree.get("engine", {}).pop(name, None)
     return tree
