@@ -172,7 +172,7 @@ def test_a_failed_check_warns_or_stops(
     base: Path, action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_for(base, action, f"--check_action={action}")
-    monkeypatch.setattr("vireo.trainers.sft.look", lambda *_: {"check/blindness": 0.0})
+    monkeypatch.setattr("vireo.trainers.base.look", lambda *_: {"check/blindness": 0.0})
     if action == "stop":
         with pytest.raises(VireoError, match=r"step 1: .* does not see its pictures"):
             registry.find(settings.trainer)(settings)

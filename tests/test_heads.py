@@ -99,3 +99,28 @@ def test_another_softmax_is_tempered_and_without_banned_tokens(
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
     (gradient,) = torch.autograd.grad(got.sum(), hidden)
     assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("banned", [(), (1, 7, 999)])
+def test_entropies_and_their_gradients_are_those_of_full_logits(
+    monkeypatch: pytest.MonkeyPatch, banned: tuple[int, ...], softcap: float | None
+) -> None:
+    monkeypatch.setattr(heads, "CHUNK", 100)
+    hidden, head, targets = parts()
+    targets[torch.isin(targets, torch.tensor(banned))] = 0
+    softmax = Softmax(0.7, banned)
+    both = token_logprobs(hidden, head, targets, softcap, softmax, entropy=True)
+    alone = token_logprobs(hidden, head, targets, softcap, softmax)
+    assert torch.equal(both[0], alone)
+    both[1].sum().backward()
+    gradients = hidden.grad, head.weight.grad
+    hidden.grad = head.weight.grad = None
+    logits = head(hidden)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    left = [i for i in range(VOCABULARY) if i not in banned]
+    expected = torch.distributions.Categorical(logits=logits[:, left] / 0.7).entropy()
+    expected.sum().backward()
+    torch.testing.assert_close(both[1], expected, rtol=1e-5, atol=1e-5)
+    for got, wanted in zip(gradients, (hidden.grad, head.weight.grad)):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from vireo.data.conversation import Conversation
 from vireo.data.readers import Rows, open_rows
@@ -62,8 +62,9 @@ def open_mixture(
     image_root: str | Path | None = None,
     on_bad_row: Literal["error", "skip"] = "error",
     progress: bool = False,
+    **options: Any,
 ) -> Mixture:
-    """Open data files as `open_rows` does each of them, and mix them.
+    """Open data files as `open_rows` does each of them (`options` are its own), and mix them.
 
     weights: how often an epoch has the rows of each file, above 0. Default: once. 2 is every row
         twice, 0.5 is half of the rows now and the other half in the next epoch.
@@ -72,7 +73,14 @@ def open_mixture(
     """
     weights = check_weights(paths, weights) or [1.0] * len(paths)
     parts = [
-        open_rows(path, image_root=image_root, on_bad_row=on_bad_row, progress=progress, name=name)
+        open_rows(
+            path,
+            image_root=image_root,
+            on_bad_row=on_bad_row,
+            progress=progress,
+            name=name,
+            **options,
+        )
         for path, name in zip(paths, short_names(paths))
     ]
     return Mixture(parts, weights)

@@ -490,7 +490,7 @@ def open_renderer(settings: Any) -> Renderer:
     return Renderer(
         local_folder(model.vlm_model_name_or_path),
         local_folder(processor) if processor else None,
-        chat_template=model.chat_template,
+        chat_template=model.chat_template if settings.prompts.apply_chat_template else "none",
         image_size=data.image_size,
         image_strategy=data.image_strategy,
         max_length=data.max_length,

@@ -32,8 +32,8 @@ class ModelSpec:
     """What to build.
 
     `frozen` names parts; `dtype` is the compute type. Masters are float32, except for the frozen
-    base under adapters, which has the compute type. `adapter`: a folder whose adapters `lora`
-    describes and the run starts from.
+    base under adapters and a model that is frozen as a whole, which have the compute type.
+    `adapter`: a folder whose adapters `lora` describes and the run starts from.
     """
 
     path: str
@@ -64,11 +64,12 @@ def build_policy(
     switch_cache_off(policy.hf.config)
     if spec.lora is not None:
         add_adapters(policy.hf, family, spec.lora)
+    else:
+        freeze(policy.hf, family, set(spec.frozen))
+    if spec.lora is not None or not any(p.requires_grad for p in policy.hf.parameters()):
         for parameter in policy.hf.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(spec.dtype)
-    else:
-        freeze(policy.hf, family, set(spec.frozen))
     if spec.shard or spec.recompute != "none":
         check_layers(policy.hf, family)
     classes, notice = wrap_classes(policy.hf, family, list(spec.wrap) if spec.wrap else None)

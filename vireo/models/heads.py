@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens from hidden states, without full logits.
+"""Log-probabilities of chosen tokens, and entropies, from hidden states, without full logits.
 
 Logits of a 150,000-word vocabulary for every position are the largest tensor of a training step.
 Here only positions that carry loss reach the head, a chunk at a time, and each chunk's logits are
@@ -33,8 +33,10 @@ def token_logprobs(
     targets_N: Tensor,
     softcap: float | None = None,
     softmax: Softmax | None = None,
+    entropy: bool = False,
 ) -> Tensor:
-    """log p(target) in float32, shape [N], from hidden states [N, H].
+    """log p(target) in float32, shape [N], from hidden states [N, H]; with `entropy` [2, N], the
+    second row being the entropy (in nats) of the distribution that the target is of.
 
     `head` maps [n, H] to logits [n, V] in its own precision; the softmax is in float32. `softcap`
     (`final_logit_softcapping` of a config) bends logits into -softcap .. softcap before it, as
@@ -42,14 +44,14 @@ def token_logprobs(
     """
     softmax = softmax or Softmax()
     banned = torch.tensor(softmax.banned, device=hidden_NH.device) if softmax.banned else None
-    rest = (softcap, softmax.temperature, banned)
+    rest = (softcap, softmax.temperature, banned, entropy)
     pieces = [
         checkpoint(_chunk, head, hidden, targets, *rest, use_reentrant=False)
         if torch.is_grad_enabled()
         else _chunk(head, hidden, targets, *rest)
         for hidden, targets in zip(hidden_NH.split(CHUNK), targets_N.split(CHUNK))
     ]
-    return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
+    return torch.cat(pieces, dim=-1) if len(pieces) != 1 else pieces[0]
 
 
 def _chunk(
@@ -59,6 +61,7 @@ def _chunk(
     softcap: float | None,
     temperature: float,
     banned: Tensor | None,
+    entropy: bool,
 ) -> Tensor:
     logits = head(hidden_nH).float()
     if softcap is not None:
@@ -67,4 +70,11 @@ def _chunk(
         logits = logits.index_fill(-1, banned, -torch.inf)
     if temperature != 1.0:
         logits = logits / temperature
-    return logits.gather(-1, targets_n[:, None]).squeeze(-1) - logits.logsumexp(-1)
+    total_n = logits.logsumexp(-1)
+    logprobs_n = logits.gather(-1, targets_n[:, None]).squeeze(-1) - total_n
+    if not entropy:
+        return logprobs_n
+    p = (logits - total_n[:, None]).exp()
+    if banned is not None:  # 0 times minus infinity
+        logits = logits.index_fill(-1, banned, 0.0)
+    return torch.stack([logprobs_n, total_n - (p * logits).sum(-1)])

@@ -32,8 +32,11 @@ class Policy(nn.Module):
         if dummy is not None and not family.remote:
             self.hf.get_input_embeddings().register_forward_hook(self._add_nothing)
 
-    def forward(self, inputs: dict[str, Tensor], softmax: Softmax | None = None) -> Tensor:
-        """log p of every supervised token, float32 [N], in reading order of `labels`.
+    def forward(
+        self, inputs: dict[str, Tensor], softmax: Softmax | None = None, entropy: bool = False
+    ) -> Tensor:
+        """log p of every supervised token, float32 [N], in reading order of `labels`; with
+        `entropy` [2, N] (see `token_logprobs`).
 
         `inputs` is `Batch.pack()` or `Batch.pad()`; `softmax` the distribution that p is of, if not
         the model's own. The tower runs in every micro-batch of a vision
@@ -64,7 +67,7 @@ class Policy(nn.Module):
         head, text = self._language.lm_head, self._language.config.get_text_config()
         softcap = getattr(text, "final_logit_softcapping", None)
         hidden_NH = out.last_hidden_state[rows, columns - 1]
-        return token_logprobs(hidden_NH, head, targets, softcap, softmax)
+        return token_logprobs(hidden_NH, head, targets, softcap, softmax, entropy)
 
     @torch.no_grad()
     def generate(self, **options: Any) -> Tensor:

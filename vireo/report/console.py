@@ -26,6 +26,23 @@ def step_line(record: dict[str, Any], steps: int) -> str:
     )
 
 
+def rollout_line(record: dict[str, Any], steps: int) -> str:
+    """A step of RL."""
+    parts = [
+        f"step {record['step']}/{steps}  reward {record['reward']:.4f}",
+        f"mixed {record['groups/mixed']:.2f}",
+        f"length {record['response_length/mean']:.1f}",
+    ]
+    if "loss" in record:
+        parts += [f"loss {record['loss']:.4f}", f"grad {record['grad_norm']:.3f}"]
+    elif record.get("skipped_updates"):
+        parts.append("no update: no advantage")
+    if "mismatch/token_mult_prob_error" in record:
+        parts.append(f"mult error {record['mismatch/token_mult_prob_error'] - 1:.1e}")
+    parts += [f"{record['tokens_per_s']:,.0f} tok/s", f"{record['memory_gb']:.2f} GB"]
+    return "  ".join(parts)
+
+
 def progress_bar(total: int, done: int, active: bool):
     """A tqdm bar on rank 0 of a terminal, else one that does nothing."""
     from tqdm import tqdm

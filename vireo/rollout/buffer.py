@@ -39,9 +39,10 @@ class DataBuffer:
     """Finished groups, oldest first, and the record of all those that are not.
 
     `prompts`: how many the source has (None: no end). `max_staleness`: updates of the weights that
-    a group's oldest token may be behind; an older group begins again, or is dropped if it came from
-    elsewhere. None: any. `filters`: names of those that a finished group must pass. `version`: the
-    weights at the start; `weights` tells of each later one.
+    a group's oldest token may be behind; an older group begins again, or is dropped if it came
+    from elsewhere. None: any. `filters`: names of those that a finished group must pass. `go_on`:
+    partial groups are continued; else they begin again. `version`: the weights at the start;
+    `weights` tells of each later one.
 
     Group ids are prompt numbers, with a count behind those that began again: a resumed run names
     its groups as an unbroken one does, and no two alike.
@@ -53,9 +54,10 @@ class DataBuffer:
         prompts: int | None = None,
         max_staleness: int | None = None,
         filters: Sequence[str] = (),
+        go_on: bool = True,
         version: str = "default",
     ):
-        self.prompts, self.max_staleness = prompts, max_staleness
+        self.prompts, self.max_staleness, self.go_on = prompts, max_staleness, go_on
         self._filters = {name: by_name.find(name) for name in filters}
         self._position = 0  # prompts that the source was asked for
         self._restarts = 0
@@ -113,11 +115,17 @@ class DataBuffer:
             self._counts[f"dropped/{by}"] += 1
         elif done:
             self._waiting.append(work)
-        elif work.number is None or any(sample.response_ids for sample in group):
+        elif work.number is None or (self.go_on and any(sample.response_ids for sample in group)):
             self._counts["partial"] += 1
             self._partial.append(work)
         else:
             self._again.append(Work(name, work.number))
+        self._tell()
+
+    def refuse(self, work: Work) -> None:
+        """Work whose prompt is of no use: it is done with."""
+        del self._open[work.group]
+        self._counts["refused"] += 1
         self._tell()
 
     def put_back(self, work: Work) -> None:
@@ -176,9 +184,11 @@ class DataBuffer:
         self._tell()
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start (put, taken, samples, partial, stale, and dropped/NAME by each
-        filter), groups now (waiting, unfinished), and the mean staleness of those taken last."""
-        counts = {name: 0 for name in ("put", "taken", "samples", "partial", "stale")}
+        """Counts since the start (put, taken, samples, partial, stale, refused, and dropped/NAME
+        by each filter), groups now (waiting, unfinished), and the mean staleness of those taken
+        last."""
+        names = ("put", "taken", "samples", "partial", "stale", "refused")
+        counts = {name: 0 for name in names}
         counts |= {f"dropped/{name}": 0 for name in self._filters} | self._counts
         unfinished = len(self._open) + len(self._partial) + len(self._again)
         mean = sum(self._staleness) / max(1, len(self._staleness))

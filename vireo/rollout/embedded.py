@@ -86,6 +86,7 @@ class EmbeddedEngine(RolloutEngine):
     `shares_weights`: the policy is one in training, so its weights are always there: sleep and wake
     leave them alone, an update (`Shared`) only names them, and nobody may train while requests are
     on their way. `receiver` writes other weights into the model (default: one of its own).
+    `autocast`: what a policy that is not sharded computes in, if not in the type of its weights.
     """
 
     form = "embedded"
@@ -99,11 +100,12 @@ class EmbeddedEngine(RolloutEngine):
         max_rows: int = 64,
         shares_weights: bool = False,
         receiver: Any = None,
+        autocast: torch.dtype | None = None,
     ):
         super().__init__()
         self.policy, self.renderer, self.device = policy, renderer, torch.device(device)
         self.max_rows, self.shares_weights = max_rows, shares_weights
-        self._receiver = receiver
+        self._receiver, self._autocast = receiver, autocast
         self._sizes: list[torch.Size] = []  # of parameters that are released
         self._queue: list[_Row] = []
         self._batch: list[_Row] = []
@@ -368,7 +370,9 @@ class EmbeddedEngine(RolloutEngine):
         # Each row has its own max_new_tokens.
         common = {"use_cache": True, "cache_implementation": "dynamic", "max_new_tokens": 1}
         options = GenerationConfig(**common, pad_token_id=self.renderer.pad_id)
-        self.policy.generate(**inputs, generation_config=options, custom_generate=loop)
+        enabled = self._autocast is not None
+        with torch.autocast(self.device.type, self._autocast, enabled=enabled):
+            self.policy.generate(**inputs, generation_config=options, custom_generate=loop)
         return inputs
 
     def _steps(self, rows: list[_Row], model: Any, ids: Tensor, state: dict[str, Any]) -> None:

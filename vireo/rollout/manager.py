@@ -11,6 +11,7 @@ from typing import Protocol
 from vireo.data.conversation import Conversation
 from vireo.data.prompt import Prompt
 from vireo.data.references import fetched
+from vireo.errors import RowError
 from vireo.rewards import Rewards
 from vireo.rollout.bridge import VLMRolloutEngine
 from vireo.rollout.buffer import DataBuffer, Work
@@ -32,8 +33,11 @@ class Prompts(Protocol):
 class RolloutManager:
     """Fills `buffer` with groups of `n` samples each.
 
-    `at_once`: groups that are generated at a time. `rewards` are given to finished samples.
-    `fetch`: get images by URL. `told` is called after each group that was put.
+    `at_once`: groups that are generated at a time. `rewards` are given to finished groups.
+    `longest`: most tokens of a prompt. `fetch`: get images by URL. `told` is called after each
+    group that was put. `refused` is told of a prompt that cannot be rendered, which is then left
+    out (None: that is an error). `keep`: how many prompts, of the groups that came last, `prompt`
+    has.
 
     The first error in rendering, generation or a reward ends `fill` with its own traceback.
     """
@@ -48,12 +52,17 @@ class RolloutManager:
         *,
         at_once: int = 64,
         rewards: Rewards | None = None,
+        longest: int | None = None,
         fetch: bool = False,
         told: Callable[[], None] | None = None,
+        refused: Callable[[RowError], None] | None = None,
+        keep: int = 0,
     ):
         self.rollouts, self.buffer, self.prompts = rollouts, buffer, prompts
         self.sampling, self.n, self.at_once = sampling, n, at_once
-        self.rewards, self.fetch, self.told = rewards, fetch, told
+        self.rewards, self.fetch, self.told, self.refused = rewards, fetch, told, refused
+        self.longest = longest
+        self.keep, self._kept = keep, dict[str, Prompt]()
         self._reading = threading.Lock()
         self._stopping = False
 
@@ -102,8 +111,15 @@ class RolloutManager:
             _, running = await asyncio.wait(running, timeout=_AGAIN_S)
 
     async def _group(self, work: Work) -> None:
-        async with self._rendering:
-            prompt = None if self._stopping else await asyncio.to_thread(self._render, work)
+        try:
+            async with self._rendering:
+                prompt = None if self._stopping else await asyncio.to_thread(self._render, work)
+        except RowError as error:
+            if self.refused is None:
+                raise
+            self.buffer.refuse(work)
+            self.refused(error)
+            return
         async with self._generating:
             if prompt is None or self._stopping:
                 self.buffer.put_back(work)
@@ -112,9 +128,19 @@ class RolloutManager:
                 self.rollouts.new(prompt, self.sampling, work.group, i) for i in range(self.n)
             ]
             tasks = [self._tasks.create_task(self._sample(prompt, sample)) for sample in samples]
-            self.buffer.put(await asyncio.gather(*tasks))
+            group = await asyncio.gather(*tasks)
+            if self.rewards is not None and all(sample.status == "done" for sample in group):
+                await self.rewards(group)
+            self._kept[work.group] = prompt
+            while len(self._kept) > self.keep:
+                del self._kept[next(iter(self._kept))]
+            self.buffer.put(group)
         if self.told is not None:
             self.told()
+
+    def prompt(self, group: str) -> Prompt | None:
+        """What a group of the last ones was made from; the caller's from here on."""
+        return self._kept.pop(group, None)
 
     def _render(self, work: Work) -> Prompt:
         if work.samples:
@@ -125,7 +151,16 @@ class RolloutManager:
                 row = self.prompts[work.number]
         if self.fetch:
             row = replace(row, images=tuple(fetched(ref) for ref in row.images))
-        return self.rollouts.renderer.rollout(row)
+        prompt = self.rollouts.renderer.rollout(row)
+        if self.longest is not None and len(prompt.example) > self.longest:
+            raise RowError(
+                "too_long",
+                f"the prompt has {len(prompt.example)} tokens, and at most {self.longest} leave "
+                "room for a response: raise --max_prompt_len or --max_length, or lower "
+                "--rollout_max_response_len",
+                row.where,
+            )
+        return prompt
 
     async def _sample(self, prompt: Prompt, sample: Sample) -> Sample:
         aborts = 0
@@ -134,6 +169,4 @@ class RolloutManager:
             aborts += sample.status != "done" and not self._stopping
             if aborts > _MOST_ABORTS:
                 raise EngineError(f"{sample.name}: the engine aborted it {aborts} times by itself")
-        if self.rewards is not None and sample.status == "done" and sample.reward is None:
-            await self.rewards(sample)
         return sample

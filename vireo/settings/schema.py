@@ -163,19 +163,25 @@ class BatchSettings(Section):
         "Default: where the model family can be packed.",
     )
 
+    use_dynamic_batch_size: bool | None = Field(
+        default=None,
+        description="As published commands say that max_tokens_per_gpu counts: it always does.",
+    )
+
     @model_validator(mode="after")
     def _rules(self) -> BatchSettings:
+        wanted = self.use_dynamic_batch_size
+        if wanted is not None and wanted != (self.max_tokens_per_gpu is not None):
+            raise ValueError(
+                f"--use_dynamic_batch_size {str(wanted).lower()} "
+                + ("needs --max_tokens_per_gpu" if wanted else "excludes --max_tokens_per_gpu")
+            )
         if self.max_tokens_per_gpu is None:
             return self
         if self.per_device_train_batch_size is not None:
             raise ValueError(
                 "--per_device_train_batch_size and --max_tokens_per_gpu exclude each other: "
                 "a micro-batch is sized by rows or by tokens; leave one out"
-            )
-        if self.global_batch_size is None:
-            raise ValueError(
-                "--max_tokens_per_gpu needs --global_batch_size: a budget of tokens does not say "
-                "how many rows an optimizer step has"
             )
         return self
 
@@ -394,6 +400,12 @@ class Settings(Section):
             raise ValueError(
                 "--grad_ckpt auto needs --max_tokens_per_gpu, to know what must fit; give it with "
                 "--global_batch_size, or use --grad_ckpt full"
+            )
+        budget, rows = self.batch.max_tokens_per_gpu, self.batch.global_batch_size
+        if self.trainer in SFT and budget is not None and rows is None:
+            raise ValueError(
+                "--max_tokens_per_gpu needs --global_batch_size: a budget of tokens does not say "
+                "how many rows an optimizer step has"
             )
         for name in RL_SECTIONS if self.trainer in SFT else ():
             section = getattr(self, name)

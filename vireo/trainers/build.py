@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from vireo.models.load import fingerprint
 from vireo.models.lora import Lora, adapted_modules, other_base, read_adapter
 from vireo.models.recompute import by_memory
 from vireo.parallel import Parallel
+from vireo.rl.reference import Reference
 from vireo.settings import Settings
 from vireo.settings.schema import LoraSettings
 from vireo.training import checkpoint
@@ -121,6 +123,30 @@ def build_engine(
         _check_base(start_from, built.adapters, folder)
         checkpoint.load(start_from, policy, optimizer, parallel)
     return built
+
+
+def build_reference(
+    settings: Settings, renderer: Renderer, built: Built, parallel: Parallel
+) -> Reference | None:
+    """What the algorithm measures its distance from, if it does: the base under the adapters, or a
+    sharded copy of a model folder in the compute type."""
+    algo = settings.algo
+    if not algo.needs_reference:
+        return None
+    if built.adapters is not None and algo.ref_load is None:
+        return Reference(built.engine)
+    spec = ModelSpec(
+        renderer.model_path if algo.ref_load is None else local_folder(algo.ref_load),
+        frozen=frozenset(renderer.family.parts),
+        dtype=built.compute,
+        shard=settings.fsdp.enable,
+        wrap=tuple(settings.fsdp.auto_wrap_cls or ()) or None,
+    )
+    dummy = built.engine.policy.dummy
+    policy, _ = build_policy(spec, renderer.config, renderer.family, parallel, dummy)
+    other = copy.copy(built.engine)  # packs, pads and casts alike
+    other.policy = policy
+    return Reference(other, offload=algo.ref_offload)
 
 
 def _recompute_by_memory(settings: Settings, engine: TrainEngine, renderer: Renderer) -> str:

@@ -15,7 +15,11 @@ from vireo.errors import InputError
 from vireo.nearest import nearest
 
 GROUP = "vireo.trainers"
-BUILT_IN = {"fsdp_vlm": "vireo.trainers.fsdp_vlm:run", "fsdp": "vireo.trainers.fsdp:run"}
+BUILT_IN = {
+    "fsdp_vlm": "vireo.trainers.fsdp_vlm:run",
+    "fsdp": "vireo.trainers.fsdp:run",
+    "grpo": "vireo.trainers.grpo:run",
+}
 
 
 def locate(name: str) -> EntryPoint:

@@ -89,6 +89,8 @@ def run_paths(settings: Settings, parallel: Parallel) -> tuple[Path, Path]:
 def find_checkpoint(settings: Settings, saves: Path, parallel: Parallel) -> Path | None:
     """The checkpoint to go on from, or None for a fresh start; the same on every rank."""
     resume = settings.run.resume
+    if resume is not None and Path(resume).absolute() == saves.absolute():
+        resume = "auto"  # as published commands have it: load from where it saves to
     found = checkpoints(saves)
     path: Path | None = None
     if resume == "auto":

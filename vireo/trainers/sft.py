@@ -6,91 +6,46 @@ Shared by the trainers `fsdp_vlm` (vision-language models) and `fsdp` (text mode
 from __future__ import annotations
 
 import contextlib
-import random
-import signal
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from vireo import parallel as parallel_module
 from vireo.data.conversation import Conversation, read_rows
 from vireo.data.loader import Plan, StepLoader, StepRows
 from vireo.data.mixture import open_mixture
 from vireo.data.packing import evened, micro_batches
 from vireo.data.ragged import Batch
-from vireo.data.render import open_renderer
 from vireo.data.stream import open_stream
-from vireo.errors import InputError, RowError, VireoError
+from vireo.errors import InputError, RowError
 from vireo.evaluation import accuracy, held_out_loss, policy_answers
-from vireo.models.lora import summary
 from vireo.parallel import Parallel
-from vireo.report import trackers
 from vireo.report.console import memory_gb, progress_bar, step_line
-from vireo.report.run_folder import RunFolder
 from vireo.settings import Settings
-from vireo.trainers.build import build_engine
+from vireo.trainers import base
 from vireo.trainers.idle import idle_settings
 from vireo.trainers.refused import Refused
-from vireo.trainers.setup import (
-    be_deterministic,
-    find_checkpoint,
-    run_paths,
-    step_size,
-    total_steps,
-)
+from vireo.trainers.setup import step_size, total_steps
 from vireo.trainers.stopping import Stopping
-from vireo.training import checkpoint
-from vireo.training.alarms import complaint, look
 from vireo.training.engine import TrainEngine
-from vireo.training.export import copy_side_files, export
-from vireo.training.hub import check_push, push
 from vireo.training.optimizer import schedule
 
 MANY = 100_000  # rows of a stream, all refused, after which no good one is waited for
 
 
 def run(settings: Settings, *, vision: bool) -> int:
-    """One run, from settings to the final checkpoint; every rank calls it. Returns the exit code:
-    0, or 128 and the number of the signal that ended it early."""
-    if settings.run.deterministic:
-        be_deterministic()
-    parallel = parallel_module.start(
-        settings.fsdp.enable, settings.fsdp.sharding, settings.fsdp.shard_size
-    )
-    try:
-        if parallel.main:  # before hours of work, not after
-            trackers.choose(settings.run.report_to)
-            if settings.run.push_to_hub:
-                check_push(settings.run.push_to_hub)
-        sft = Sft(settings, parallel, vision)
-        with sft.folder:
-            return sft.run()
-    finally:
-        parallel.close()
+    return base.run(settings, lambda settings, parallel: Sft(settings, parallel, vision))
 
 
-class Sft:
+class Sft(base.Run):
     """The parts of a run and its loop."""
 
     def __init__(self, settings: Settings, parallel: Parallel, vision: bool):
-        self.settings, self.parallel = settings, parallel
-        random.seed(settings.run.seed + parallel.rank)
-        torch.manual_seed(settings.run.seed + parallel.rank)
+        super().__init__(settings, parallel)
         data = settings.data
-        self.renderer = open_renderer(settings)
-        self.model_folder = self.renderer.model_path
-        self.family = self.renderer.family
         if vision != self.family.has_vision:
             raise InputError(
                 f"{self.model_folder} is a {'text' if vision else 'vision-language'} model "
                 f"({self.family.name}): use --trainer {'fsdp' if vision else 'fsdp_vlm'}"
             )
-        packing = settings.batch.packing
-        self.packing = self.family.can_pack if packing is None else packing
-        if self.packing and not self.family.can_pack:
-            raise InputError(f"{self.family.name} rows cannot be packed: set --packing false")
         if data.train_file is None:
             raise InputError("--train_file is missing")
         self.rows = self._train_rows(data.train_file)
@@ -102,59 +57,28 @@ class Sft:
                 on_bad_row=data.on_bad_row,
                 progress=parallel.main,
             )
-            self._check_same(data.eval_file, self.eval_rows)
-        self.output, self.saves = run_paths(settings, parallel)
-        self.start_from = find_checkpoint(settings, self.saves, parallel)
-        done = checkpoint.verify(self.start_from, parallel) if self.start_from else {}
-        earlier = self.output / "metrics.jsonl"
-        if settings.run.resume is None and parallel.gather(earlier.exists())[0]:
-            raise InputError(
-                f"{self.output} holds an earlier run (or one that is running): choose another "
-                "--output_dir, or go on with --resume auto"
-            )
+            self.check_same(data.eval_file, self.eval_rows)
+        done = self.open()
         self.size, notice = step_size(settings.batch, parallel.world, done.get("global_batch"))
         self.plan = self._plan()
         self._check_data_unchanged(done)
-        self.folder = RunFolder(self.output, settings, parallel.main, done.get("step"))
-        self.notices = [notice] if notice else []
+        self.make_folder(done)
+        self.notices += [notice] if notice else []
         self.notices += idle_settings(settings)
         self.steps = total_steps(settings.optim, self.plan.steps_per_epoch)
         known = [*done.get("skipped", []), *map(str, self.rows.skipped)]
         self.refused = Refused(parallel, data.on_bad_row, known, self.folder.say)
-        self.step, self.position = done.get("step", 0), done.get("position", 0)
-        self.started_at, self.saved = self.step, self.start_from
 
     # -- the loop ----------------------------------------------------------------------------
 
-    def run(self) -> int:
-        settings, parallel = self.settings, self.parallel
-        if settings.data.validate_rows == "full":
+    def prepare(self) -> None:
+        if self.settings.data.validate_rows == "full":
             self.refused.validate(self.renderer, (self.rows, self.eval_rows))
-        built = build_engine(
-            settings, self.renderer, parallel, packing=self.packing, start_from=self.start_from
-        )
-        engine, self.adapters, self.compute = built.engine, built.adapters, built.compute
-        self.notices += built.notices
-        self.folder.begin()
-        self._greet(engine)
-        with Stopping(parallel) as stopping:
-            stopped = self._train(engine, stopping)
-            if stopped:
-                self.folder.say(
-                    f"stopped by {signal.Signals(stopped).name} after step {self.step}, which is "
-                    "saved; go on with --resume auto"
-                )
-            else:
-                if settings.run.push_to_hub and parallel.main:
-                    self._push(settings.run.push_to_hub)
-                skipped = f", {len(self.refused)} rows skipped" if len(self.refused) else ""
-                self.folder.say(f"done: {self.step} steps{skipped}, run folder {self.output}")
-            self.folder.close()
-            parallel.barrier()  # a rank that left would have its launcher end the others
-        return 128 + stopped if stopped else 0
 
-    def _train(self, engine: TrainEngine, stopping: Stopping) -> int:
-        """The steps; the signal that ended them early, or 0."""
+    def last_words(self) -> str:
+        return f", {len(self.refused)} rows skipped" if len(self.refused) else ""
+
+    def train(self, engine: TrainEngine, stopping: Stopping) -> int:
         settings, parallel = self.settings, self.parallel
         optim = settings.optim
         rate = schedule(optim.lr_scheduler, self.steps, optim.warmup_ratio)
@@ -168,7 +92,7 @@ class Sft:
         for item in loader:
             share = rate(self.step)
             batches = self._micro_batches(item)
-            checked = self._check(engine, batches)
+            checked = self.check(engine, batches)
             result = engine.step(batches, share)
             self.step, self.position = self.step + 1, item.position
             good += result.rows
@@ -235,19 +159,6 @@ class Sft:
             packing=self.packing,
         )
 
-    def _check(self, engine: TrainEngine, batches: list[Batch]) -> dict[str, float]:
-        """The values of this step's alarms; a failed one is said, or stops the run."""
-        run = self.settings.run
-        if not run.check_steps or self.step % run.check_steps:
-            return {}
-        found = look(engine, batches)
-        wrong = complaint(found, self.compute)
-        if wrong and run.check_action == "stop":
-            raise VireoError(f"step {self.step + 1}: {wrong} (--check_action warn goes on)")
-        if wrong:
-            self.folder.say(f"warning: {wrong}")
-        return found
-
     # -- parts -------------------------------------------------------------------------------
 
     def _evaluate(self, engine: TrainEngine) -> int:
@@ -272,50 +183,14 @@ class Sft:
         return self.step
 
     def _save(self, engine: TrainEngine) -> int:
-        started = time.perf_counter()
-        name = self.settings.model.vlm_model_name_or_path
-        path = checkpoint.save(
-            self.saves,
-            engine.policy,
-            engine.optimizer,
-            self.parallel,
+        return self.save(
+            engine,
             {
-                "step": self.step,
-                "position": self.position,
                 "rows": self.plan.rows,
-                "digest": self.rows.digest,
                 "global_batch": self.size.rows,
                 "skipped": list(self.refused.rows),
-                "adapters": self.adapters,
-                "run_folder": str(self.output.resolve()),
-                "base_model": None if name == self.model_folder else name,  # a Hub name
-                "settings": self.settings.model_dump(mode="json", by_alias=True),
             },
-            self._write_hf,
-            full=self.settings.fsdp.checkpoint == "full",
         )
-        self.saved = path
-        if self.parallel.main:
-            try:
-                checkpoint.prune(self.saves, self.settings.run.keep_checkpoints)
-            except OSError as error:  # the run can do without; the next save tries again
-                self.folder.say(f"warning: an older checkpoint cannot be removed: {error}")
-        self.folder.say(f"saved {path} in {time.perf_counter() - started:.1f} s")
-        return self.step
-
-    def _push(self, repo: str) -> None:
-        folder = self.output / f"export-step-{self.step}"
-        if not folder.exists():
-            assert self.saved is not None
-            trust = self.settings.model.trust_remote_code
-            export(self.saved, folder, repo=repo, trust_remote_code=trust)
-        self.folder.say(f"pushed to {push(folder, repo, self.settings.run.hub_private)}")
-
-    def _write_hf(self, out: Path) -> None:
-        """The small files of the model folder, with the chat template that was trained on."""
-        copy_side_files(Path(self.model_folder), Path(self.renderer.processor_path), out)
-        (out / "chat_template.json").unlink(missing_ok=True)  # an older form, read before the other
-        (out / "chat_template.jinja").write_text(self.renderer.template.template)
 
     def _loader(self, rows: Any, plan: Plan, start: int, stop: int) -> StepLoader:
         return StepLoader(
@@ -356,17 +231,8 @@ class Sft:
                 buffer=data.shuffle_buffer,
                 on_bad_row=data.on_bad_row,
             )
-        self._check_same(",".join(files), rows)
+        self.check_same(",".join(files), rows)
         return rows
-
-    def _check_same(self, file: str, rows: Any) -> None:
-        seen = self.parallel.gather(rows.digest)
-        for rank, other in enumerate(seen):
-            if other != seen[0]:
-                raise InputError(
-                    f"{file}: rank {rank} sees other rows than rank 0: every rank must read the "
-                    "same file"
-                )
 
     def _plan(self) -> Plan:
         data, size = self.settings.data, self.size
@@ -392,7 +258,7 @@ class Sft:
             return
         before = done["settings"]
         data = self.settings.data
-        for what, old, new in (
+        self.check_unchanged(
             ("--streaming", before["data"]["streaming"], data.streaming),
             ("--train_weights", before["data"]["train_weights"], data.train_weights),
             *(
@@ -403,35 +269,10 @@ class Sft:
             ("rows, by checksum", done["digest"], self.rows.digest),
             ("--seed", before["run"]["seed"], self.settings.run.seed),
             ("--shuffle", before["data"]["shuffle"], data.shuffle),
-        ):
-            if old != new:
-                raise InputError(
-                    f"{self.start_from} was trained with {what} {old}, found {new}: the position "
-                    "in the data would mean other rows; resume with the same file and settings"
-                )
-
-    def _greet(self, engine: TrainEngine) -> None:
-        policy = engine.policy
-        total = sum(p.numel() for p in policy.parameters())
-        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-        say = self.folder.say
-        say(f"run folder {self.output}, checkpoints in {self.saves}")
-        say(
-            f"{self.family.name}: {total:,} parameters, {trained:,} trained; "
-            f"{self.parallel.world} rank(s) on {self.parallel.device.type}; "
-            f"rows {'packed' if self.packing else 'padded'}"
         )
+
+    def about(self) -> list[str]:
         rows = "rows as they come"
         if not self.settings.data.streaming:
             rows = f"{self.plan.rows} rows an epoch ({len(self.rows.skipped)} skipped at start)"
-        say(f"{rows}, {self.size.rows} rows a step, {self.steps} steps")
-        if self.adapters is not None:
-            modules = self.adapters["modules"]
-            say(f"adapters of rank {self.adapters['r']} on {len(modules)} linear modules:")
-            say(f"  {summary(modules)}")
-        for error in self.rows.skipped[:5]:
-            say(f"skipped {error}")
-        if self.start_from is not None:
-            say(f"resumed from {self.start_from} at step {self.step}")
-        for notice in self.notices:
-            say(f"note: {notice}")
+        return [f"{rows}, {self.size.rows} rows a step, {self.steps} steps"]

@@ -47,13 +47,15 @@ def save(
     optimizer: torch.optim.Optimizer,
     parallel: Parallel,
     progress: dict[str, Any],
-    write_hf: Any,
+    write_hf: Callable[[Path], None],
     full: bool = False,
+    more: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write `folder`/step-N (N from `progress["step"]`) and return it; collective on all ranks.
 
-    `write_hf(path)` writes the small Hugging Face files. `full` gathers everything on rank 0, which
-    then writes alone; else every rank writes its shards, into a folder that all ranks share.
+    `write_hf(path)` writes the small Hugging Face files, `more(path)` a trainer's own. `full`
+    gathers everything on rank 0, which then writes alone; else every rank writes its shards, into
+    a folder that all ranks share.
     """
     final = folder / f"step-{progress['step']}"
     aside = folder / f".writing-step-{progress['step']}"
@@ -77,6 +79,8 @@ def save(
         if parallel.main:
             torch.save(states, aside / "rng.pt")
             write_hf(aside / "hf")
+            if more is not None:
+                more(aside)
             _write_json(aside / "progress.json", progress | {"world": parallel.world})
 
     def finish() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +36,32 @@ class StepResult:
     tokens: int
     supervised: int
     images: int
+
+
+class Objective(Protocol):
+    """What a step minimises: log-probabilities of `softmax` (None: the model's own) become a sum of
+    weighted token losses."""
+
+    softmax: Softmax | None
+    entropy: bool  # whether `loss` gets entropies too: scores [2, N] in place of [N]
+
+    def loss(self, batch: Batch, scores: Tensor, weights: Tensor) -> Tensor:
+        """Scalar; `scores` and `weights` [N] are of the supervised tokens of `batch`, one of the
+        step's micro-batches, in reading order."""
+        ...
+
+
+class Likelihood:
+    """Supervised fine-tuning: minus the weighted log-probabilities."""
+
+    softmax: Softmax | None = None
+    entropy: bool = False
+
+    def loss(self, batch: Batch, scores: Tensor, weights: Tensor) -> Tensor:
+        return -(scores * weights).sum()
+
+
+LIKELIHOOD = Likelihood()
 
 
 class TrainEngine:
@@ -69,10 +96,17 @@ class TrainEngine:
                 self.forward(empty_images)
             self.reshard()
 
-    def step(self, micro_batches: Sequence[Batch], rate: float) -> StepResult:
+    def step(
+        self,
+        micro_batches: Sequence[Batch],
+        rate: float,
+        objective: Objective = LIKELIHOOD,
+        total: float | None = None,
+    ) -> StepResult:
         """Forward and backward of this rank's micro-batches, then one optimizer step.
 
-        `rate` is the share (0 to 1) of the highest learning rates. Every rank calls it the same
+        `rate` is the share (0 to 1) of the highest learning rates; `total` what the sum of losses
+        over all ranks is divided by, if not the sum of token weights. Every rank calls it the same
         number of times; ranks with fewer micro-batches run empty ones. Raises VireoError on every
         rank if the loss or the gradient is not finite.
         """
@@ -86,7 +120,8 @@ class TrainEngine:
                 sum(sum(batch.images) for batch in micro_batches),
             ]
         )
-        loss_sum = self.accumulate(micro_batches, weight)
+        weight = weight if total is None else total
+        loss_sum = self.accumulate(micro_batches, weight, objective)
         if images == 0:
             self._forget_blank_pictures()
         norm = self.clip()
@@ -128,7 +163,9 @@ class TrainEngine:
             order += [(batch, counts, i == len(run) - 1) for i, (batch, counts) in enumerate(run)]
         return order
 
-    def accumulate(self, micro_batches: Sequence[Batch], weight: float) -> float:
+    def accumulate(
+        self, micro_batches: Sequence[Batch], weight: float, objective: Objective = LIKELIHOOD
+    ) -> float:
         """Gradients of a step's micro-batches; the sum of this rank's token losses. Collective."""
         total = torch.zeros((), device=self.parallel.device)
         scale = 1.0 / max(weight, 1e-12)  # gradients are summed over ranks (see models.build)
@@ -136,10 +173,12 @@ class TrainEngine:
             if isinstance(self.policy, FSDPModule):
                 self.policy.set_requires_gradient_sync(reduce)
                 self.policy.set_is_last_backward(reduce)
-            logprobs, weights = self.forward(batch)
-            loss = -(logprobs * weights).sum()
-            if not counts:
-                loss = loss * 0.0
+            if counts:
+                softmax, entropy = objective.softmax, objective.entropy
+                scored = self.forward(batch, softmax=softmax, entropy=entropy)
+                loss = objective.loss(batch, *scored)
+            else:
+                loss = self.forward(batch)[0].sum() * 0.0
             if loss.requires_grad:  # not where only what images reach trains, and text cannot mix
                 (loss * scale).backward()
             else:
@@ -148,11 +187,15 @@ class TrainEngine:
         return float(total)
 
     def forward(
-        self, batch: Batch, packing: bool | None = None, softmax: Softmax | None = None
+        self,
+        batch: Batch,
+        packing: bool | None = None,
+        softmax: Softmax | None = None,
+        entropy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities (of `softmax`, if not the model's own distribution) and loss weights of
-        the supervised tokens, float32 [N] each; the rows packed or padded as in training, unless
-        `packing` says otherwise."""
+        the supervised tokens, float32 [N] each (the former [2, N] with `entropy`); the rows packed
+        or padded as in training, unless `packing` says otherwise."""
         batch = batch.to(self.parallel.device)
         packed = self.packing if packing is None else packing
         inputs = batch.pack() if packed else batch.pad(self.pad_id)
@@ -160,7 +203,7 @@ class TrainEngine:
         if self.autocast is not None:
             context = torch.autocast(self.parallel.device.type, self.autocast)
         with context:
-            logprobs = self.policy(inputs, softmax)
+            logprobs = self.policy(inputs, softmax, entropy)
         return logprobs, inputs["loss_weight"][inputs["labels"] != IGNORE]
 
     @torch.no_grad()
