@@ -343,6 +343,8 @@ def _trees(draw) -> dict[str, Any]:
     rollout, algo = tree.get("rollout", {}), tree.get("algo", {})
     if rollout.get("over_sampling_batch_size"):
         rollout["rollout_batch_size"] = 1
+    if rollout.get("partial_rollout"):
+        rollout |= {"rollout_batch_size": 1, "over_sampling_batch_size": 2}
     if rollout.get("debug_rollout_only"):
         rollout["debug_train_only"] = None
     if algo.get("kl_loss_coef"):

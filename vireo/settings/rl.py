@@ -90,8 +90,8 @@ class RolloutSettings(Section):
     )
     partial_rollout: bool = Field(
         default=False,
-        description="Go on with responses that were cut off when enough had finished. "
-        "false: they begin again.",
+        description="Go on with responses that were cut off when enough had finished, and train on "
+        "what finished too early, though one update old. false: both begin again.",
     )
     max_staleness: int = Field(
         default=0,
@@ -119,9 +119,18 @@ class RolloutSettings(Section):
                 f"--over_sampling_batch_size {more} is less than --rollout_batch_size "
                 f"{self.rollout_batch_size}: give as many prompts or more"
             )
+        if self.partial_rollout and more is None and not self.max_staleness:
+            raise ValueError(
+                "--partial_rollout needs --over_sampling_batch_size: nothing is cut off without it"
+            )
         if self.debug_rollout_only and self.debug_train_only is not None:
             raise ValueError("--debug_rollout_only and --debug_train_only leave nothing to do")
         return self
+
+    @property
+    def oldest(self) -> int:
+        """Updates of the weights that a token may be behind when it is trained on."""
+        return max(self.max_staleness, int(self.partial_rollout))
 
 
 class RewardSettings(Section):
@@ -199,7 +208,7 @@ class AlgoSettings(Section):
     use_tis: bool | None = Field(
         default=None,
         description="Weigh tokens by trainer's over engine's probability (importance sampling). "
-        "Default: with max_staleness.",
+        "Default: with max_staleness or partial_rollout.",
     )
     tis_mode: Literal["truncate", "mask"] = Field(
         default="truncate",

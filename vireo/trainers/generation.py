@@ -58,7 +58,7 @@ class Generation:
             seed=settings.run.seed,
         )
         self.buffer = DataBuffer(
-            max_staleness=rollout.max_staleness,
+            max_staleness=rollout.oldest,
             filters=rollout.dynamic_sampling_filter or (),
             go_on=rollout.partial_rollout,
             version="0",

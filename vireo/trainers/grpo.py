@@ -206,7 +206,12 @@ class Grpo(base.Run):
 
         return self.save(
             engine,
-            {"rows": self.generation.prompts.epoch, "refused": self.skipped},
+            {
+                "rows": self.generation.prompts.epoch,
+                "global_batch": self.samples // self.updates,
+                "refused": self.skipped,
+                "skipped": list(map(str, self.rows.skipped)),
+            },
             buffer,
         )
 
@@ -222,7 +227,7 @@ class Grpo(base.Run):
             longest=settings.rollout.rollout_max_response_len,
             chunk=batch.per_device_train_batch_size or 1,
             budget=batch.max_tokens_per_gpu,
-            max_staleness=settings.rollout.max_staleness,
+            max_staleness=settings.rollout.oldest,
             reference=build_reference(settings, self.renderer, self.built, self.parallel),
         )
 

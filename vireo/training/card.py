@@ -29,7 +29,9 @@ _RATES = {
 }
 _RESULTS = {
     "loss": "training loss of the last logged step",
+    "reward": "mean reward of the last logged rollout",
     "eval_loss": "loss on held-out rows",
+    "eval_reward": "mean reward on held-out prompts",
     "eval_exact_match": "share of sampled held-out rows answered exactly",
 }
 
@@ -57,7 +59,7 @@ def model_card(
     kind = "vision-language" if family.has_vision else "language"
     what = "LoRA adapters for it, trained" if alone else "Fine-tuned"
     lines = [
-        _front_matter(family, base, alone, lora=adapters is not None),
+        _front_matter(family, base, alone, adapters is not None, progress["settings"]["trainer"]),
         f"# {start}, {'adapters' if alone else 'fine-tuned'}",
         f"Base: `{_plain(base or start)}`, a {kind} model ({family.name}). {what} with Vireo.",
         "## Training",
@@ -85,18 +87,19 @@ def results_at(metrics: Path, step: int) -> dict[str, float]:
             record = json.loads(line)
         except ValueError:
             continue  # the line that a kill cut short
-        held_out = "eval_loss" in record
+        held_out = any(name.startswith("eval_") for name in record)
         if record["step"] <= step if not held_out else record["step"] == step:
             known = {name: record[name] for name in _RESULTS if record.get(name) is not None}
             found |= known
     return found
 
 
-def _front_matter(family: Family, base: str | None, alone: bool, lora: bool) -> str:
+def _front_matter(family: Family, base: str | None, alone: bool, lora: bool, trainer: str) -> str:
     head: dict[str, Any] = {"base_model": base} if base else {}
     head["library_name"] = "peft" if alone else "transformers"
     head["pipeline_tag"] = "image-text-to-text" if family.has_vision else "text-generation"
-    head["tags"] = ["vireo", "sft", *(["lora"] if lora else []), family.name]
+    kind = "grpo" if trainer == "grpo" else "sft"
+    head["tags"] = ["vireo", kind, *(["lora"] if lora else []), family.name]
     return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---"
 
 
@@ -112,12 +115,8 @@ def _training(progress: dict[str, Any], family: Family) -> list[tuple[str, str]]
         for name, part in _RATES.items()
         if optim.get(name) is not None and part not in frozen
     ]
-    rows = "streamed" if data.get("streaming") else f"{progress['rows']:,} rows an epoch"
-    lines = [
-        ("trainer", settings["trainer"]),
-        ("data", f"{_files(data['train_file'])}, {rows}"),
-        ("steps", f"{progress['step']:,}, which saw {progress['position']:,} rows"),
-        ("rows a step", f"{progress['global_batch']:,}"),
+    lines = [("trainer", settings["trainer"]), *_seen(progress)]
+    lines += [
         ("highest learning rate", ", ".join([f"{optim['lr']:g}", *rates])),
         ("schedule", f"{optim['lr_scheduler']}, warm-up {optim['warmup_ratio']:g} of all steps"),
         ("weight decay", f"{optim['weight_decay']:g}"),
@@ -135,6 +134,28 @@ def _training(progress: dict[str, Any], family: Family) -> list[tuple[str, str]]
     if progress["skipped"]:
         lines.append(("refused rows", f"{len(progress['skipped']):,}, left out"))
     return lines
+
+
+def _seen(progress: dict[str, Any]) -> list[tuple[str, str]]:
+    """What it was trained on."""
+    settings, step, position = progress["settings"], progress["step"], progress["position"]
+    data = settings["data"]
+    rows = "streamed" if data.get("streaming") else f"{progress['rows']:,} rows an epoch"
+    if settings["trainer"] != "grpo":
+        return [
+            ("data", f"{_files(data['train_file'])}, {rows}"),
+            ("steps", f"{step:,}, which saw {position:,} rows"),
+            ("rows a step", f"{progress['global_batch']:,}"),
+        ]
+    rollout, names = settings["rollout"], settings["rewards"]["reward"]
+    return [
+        ("prompts", f"{_files(settings['prompts']['prompt_data'])}, {rows}"),
+        ("rollouts", f"{step:,}, of {position:,} prompts"),
+        ("responses to a prompt", str(rollout["n_samples_per_prompt"])),
+        ("rewards", ", ".join(f"`{_plain(name)}`" for name in names)),
+        ("advantages", settings["algo"]["advantage_estimator"]),
+        ("samples an update", f"{progress['global_batch']:,}"),
+    ]
 
 
 def _results(results: dict[str, float], data: dict[str, Any]) -> list[tuple[str, str]]:

@@ -15,6 +15,9 @@ from vireo.models.policy import Policy
 from vireo.weights.named import published
 
 
+BASE, ADAPTERS = ".base_layer.weight", (".lora_A.default.weight", ".lora_B.default.weight")
+
+
 def whole(policy: Policy, scale: float | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name in a plain model, full tensor), one at a time; collective on all ranks.
 
@@ -25,11 +28,9 @@ def whole(policy: Policy, scale: float | None = None) -> Iterator[tuple[str, Ten
         if is_adapter(name):
             continue
         value = _full(parameter)
-        down = parameters.get(_adapter(name, "A"))
-        if scale is not None and down is not None:
-            up = _full(parameters[_adapter(name, "B")])
-            delta = scale * (up.float() @ _full(down).float())
-            value = (value.float() + delta).to(value.dtype)
+        if scale is not None and name.endswith(BASE):
+            down, up = (_full(parameters[name.replace(BASE, each)]) for each in ADAPTERS)
+            value = (value.float() + scale * (up.float() @ down.float())).to(value.dtype)
         yield plain_name(name), value
 
 
@@ -50,6 +51,3 @@ def _full(parameter: Tensor) -> Tensor:
     value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     return value.detach()
 
-
-def _adapter(name: str, which: str) -> str:
-    return name.replace(".base_layer.weight", f".lora_{which}.default.weight")
