@@ -154,18 +154,20 @@ def _graft(argv: list[str]) -> None:
 
 def _data(argv: list[str]) -> None:
     parser = _Parser("data")
-    parser.add_argument("kind", choices=("digits", "shapes"), help="which data")
+    parser.add_argument("kind", choices=("digits", "shapes", "layouts"), help="which data")
     parser.add_argument("out", help="folder to write")
     parser.add_argument("--rows", type=int, help="rows to draw (shapes only)")
     parser.add_argument("--seed", type=int, help="seed of the order and of what is drawn")
     given = parser.read(argv)
     options = _without(given, "kind", "out")
+    if given["kind"] == "layouts" and options:
+        raise InputError(f"{parser.prog} layouts: --rows and --seed are for the other kinds")
     if given["kind"] == "digits" and "rows" in options:
         raise InputError(f"{parser.prog} digits: --rows is for shapes; there are 1,797 digits")
-    from vireo.data import synthetic
+    from vireo.data import layouts, synthetic
 
-    write = synthetic.write_digits if given["kind"] == "digits" else synthetic.write_shapes
-    write(given["out"], **options)
+    module: Any = layouts if given["kind"] == "layouts" else synthetic
+    getattr(module, f"write_{given['kind']}")(given["out"], **options)
     print(f"wrote {given['out']}")
 
 

@@ -48,11 +48,11 @@ class ParquetFiles:
     def files(self) -> list[str]:
         return self.paths
 
-    def scan(self) -> Iterator[tuple[At, Any]]:
+    def scan(self, whole: bool = False) -> Iterator[tuple[At, Any]]:
         for number in range(len(self.paths)):
             row = 0
             file = self._file(number)
-            columns, lazy = _columns_to_check(file)
+            columns, lazy = _columns_to_check(file, whole)
             for group in range(file.num_row_groups):
                 done = 0
                 for records in self._batches(number, group, columns, lazy):
@@ -157,10 +157,8 @@ class SavedDataset:
     def files(self) -> list[str]:
         return [file["filename"] for file in self.dataset.cache_files]
 
-    def scan(self) -> Iterator[tuple[At, Any]]:
-        schema = self.dataset.features.arrow_schema
-        lazy = {key for key in IMAGE_KEYS if key in schema.names and _has_bytes(schema.field(key))}
-        names = [name for name in self.dataset.column_names if name in KNOWN_KEYS]
+    def scan(self, whole: bool = False) -> Iterator[tuple[At, Any]]:
+        names, lazy = _chosen(self.dataset.features.arrow_schema, whole)
         rows = self.dataset.select_columns(names)
         for start in range(0, len(rows), _BATCH):
             for i, record in enumerate(_records(rows[start : start + _BATCH], lazy), start):
@@ -230,12 +228,18 @@ def _has_bytes(field: pa.Field) -> bool:
     return pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0
 
 
-def _columns_to_check(file: pq.ParquetFile) -> tuple[list[str], set[str]]:
+def _chosen(schema: pa.Schema, whole: bool) -> tuple[list[str], set[str]]:
+    """The columns that structure needs, and those of them that hold images as bytes."""
+    names = [name for name in schema.names if whole or name in KNOWN_KEYS]
+    images = names if whole else [name for name in names if name in IMAGE_KEYS]
+    return names, {name for name in images if _has_bytes(schema.field(name))}
+
+
+def _columns_to_check(file: pq.ParquetFile, whole: bool) -> tuple[list[str], set[str]]:
     """The leaf columns that structure needs, and which image columns lack their bytes there."""
-    schema = file.schema_arrow
-    lazy = {key for key in IMAGE_KEYS if key in schema.names and _has_bytes(schema.field(key))}
+    names, lazy = _chosen(file.schema_arrow, whole)
     leaves = [file.schema.column(i).path for i in range(len(file.schema))]
-    leaves = [leaf for leaf in leaves if leaf.split(".")[0] in KNOWN_KEYS]
+    leaves = [leaf for leaf in leaves if whole or leaf.split(".")[0] in names]
     heavy = {leaf for leaf in leaves if leaf.split(".")[0] in lazy and leaf.endswith(".bytes")}
     light = [leaf for leaf in leaves if leaf not in heavy]
     for key in lazy:  # a column of bytes alone has no lighter leaf

@@ -1,7 +1,8 @@
-"""The four chat templates that can be named in the settings, written for any family's images.
+"""The chat templates that can be named, written for any family's images.
 
-Each takes content as a string or as a list of parts. `source(name, image)` fills in what the
-family's processor looks for where an image goes.
+Four are values of `chat_template`; `none` is for prompts that are rendered already
+(`apply_chat_template: false`). Each takes content as a string or as a list of parts.
+`source(name, image)` fills in what the family's processor looks for where an image goes.
 """
 
 from __future__ import annotations
@@ -62,6 +63,16 @@ _LLAVA = """
 {%- if add_generation_prompt -%}{{ 'ASSISTANT:' }}{%- endif -%}
 """
 
+# What the turns say, one behind the other, and nothing else: no generation prompt. The tokenizer's
+# own start of a text stands before it, once, as everywhere.
+_NONE = """
+{%- set said -%}
+{%- for m in messages -%}{{ say(m.content, IMAGE) }}{%- endfor -%}
+{%- endset -%}
+{%- if not said.startswith(START) -%}{{ START }}{%- endif -%}
+{{- said -}}
+"""
+
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 _LLAMA_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 # name: (template, default system turn, text after an image, control tokens it writes)
@@ -70,6 +81,7 @@ _NAMED = {
     "minicpm": (_CHATML, "", "\n", _CHATML_TOKENS),
     "llama32v": (_LLAMA, "", "", _LLAMA_TOKENS),
     "llava": (_LLAVA, "", "", ()),
+    "none": (_NONE, "", "", ()),
 }
 
 

@@ -44,7 +44,7 @@ class JsonFile:
     def files(self) -> list[str]:
         return [self.path]
 
-    def scan(self) -> Iterator[tuple[At, Any]]:
+    def scan(self, whole: bool = False) -> Iterator[tuple[At, Any]]:
         """Each row in order: its place, and its value or the RowError of a line that has none.
 
         Raises RowError where the file as a whole cannot be read any further.

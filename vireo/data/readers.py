@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from vireo.data.conversation import Conversation
 from vireo.data.json_file import JsonFile
+from vireo.data.prompt_rows import BY_ITSELF, Columns, prompt_row
 from vireo.data.rows import (
     NOTHING_MORE,
     NOTHING_TO_LEARN,
@@ -50,9 +51,12 @@ class Streamed(Protocol):
 
 
 class Source(Streamed, Protocol):
-    """Rows of a container, found again by four numbers."""
+    """Rows of a container, found again by four numbers.
 
-    def scan(self) -> Iterator[tuple[At, Any]]: ...
+    `scan` gives every column that is no picture, or without `whole` perhaps only those of chats.
+    """
+
+    def scan(self, whole: bool = False) -> Iterator[tuple[At, Any]]: ...
     def read(self, at: At) -> Any: ...
 
 
@@ -70,8 +74,10 @@ class Rows(Sequence[Conversation]):
         places: np.ndarray,
         skipped: list[RowError],
         allowed: Allowed = NOTHING_MORE,
+        columns: Columns = BY_ITSELF,
     ):
-        self._source, self._root, self._places, self._allowed = source, root, places, allowed
+        self._source, self._root, self._places = source, root, places
+        self._allowed, self._columns = allowed, columns
         self.skipped = skipped
         self.total = len(places) + len(skipped)
 
@@ -94,7 +100,7 @@ class Rows(Sequence[Conversation]):
         first, second, third, fourth = self._places[operator.index(i)].tolist()
         at = first, second, third, fourth
         read = partial(self._source.read, at)
-        return conversation(self._source, self._root, at, read, self._allowed)
+        return conversation(self._source, self._root, at, read, self._allowed, self._columns)
 
 
 def conversation(
@@ -103,6 +109,7 @@ def conversation(
     at: At,
     read: Callable[[], Any],
     allowed: Allowed = NOTHING_MORE,
+    columns: Columns = BY_ITSELF,
 ) -> Conversation:
     """The row that `read` gives, parsed. Raises RowError with the row's place."""
     row = None
@@ -110,7 +117,8 @@ def conversation(
         row = read()
         if isinstance(row, RowError):
             raise row
-        return parse_row(row, root, row_place(*source.place(at), row), allowed)
+        chat = prompt_row(row, columns) if allowed.prompts else row
+        return parse_row(chat, root, row_place(*source.place(at), row), allowed)
     except RowError as error:
         raise error.at(row_place(*source.place(at), row)) from error
 
@@ -123,6 +131,7 @@ def open_rows(
     progress: bool = False,
     name: str | None = None,
     allowed: Allowed = NOTHING_MORE,
+    columns: Columns = BY_ITSELF,
 ) -> Rows:
     """Open a data file and check the structure, roles, counts and image paths of all its rows.
 
@@ -136,6 +145,7 @@ def open_rows(
     progress: show a bar on stderr when it takes longer than two seconds.
     name: how messages call the file. Default: its name without folders.
     allowed: what rows may do besides.
+    columns: where rows of prompts (if allowed) have them. Default: recognised; docs/prompts.md.
 
     Raises InputError for a path that is no data, RowError for bad rows and unreadable files, and
     where no row is left.
@@ -147,6 +157,7 @@ def open_rows(
         progress=progress,
         name=name,
         allowed=allowed,
+        columns=columns,
     )
     _report(rows, os.fspath(path))
     return rows
@@ -160,6 +171,7 @@ def check_rows(
     progress: bool = False,
     name: str | None = None,
     allowed: Allowed = NOTHING_MORE,
+    columns: Columns = BY_ITSELF,
 ) -> Rows:
     """As `open_rows`, but a file of which every row is refused is no error, and nothing is said."""
     if on_bad_row not in ("error", "skip"):
@@ -168,13 +180,19 @@ def check_rows(
     places = array("q")
     skipped: list[RowError] = []
     for at, row in tqdm(
-        source.scan(), "checking rows", unit=" rows", unit_scale=True, delay=2, disable=not progress
+        source.scan(whole=allowed.prompts),
+        "checking rows",
+        unit=" rows",
+        unit_scale=True,
+        delay=2,
+        disable=not progress,
     ):
         try:
             if isinstance(row, RowError):
                 raise row
-            if not is_plain(row):
-                check_row(row, root, allowed)
+            chat = prompt_row(row, columns) if allowed.prompts else row
+            if not is_plain(chat):
+                check_row(chat, root, allowed)
             places.extend(at)
         except RowError as error:
             # A new error: the caught one would hold on to the row by its traceback.
@@ -182,9 +200,8 @@ def check_rows(
             if on_bad_row == "error" and error.reason not in NOTHING_TO_LEARN:
                 raise bad from error
             skipped.append(bad)
-    return Rows(
-        source, root, np.frombuffer(places, dtype=np.int64).reshape(-1, 4), skipped, allowed
-    )
+    found = np.frombuffer(places, dtype=np.int64).reshape(-1, 4)
+    return Rows(source, root, found, skipped, allowed, columns)
 
 
 def _report(rows: Rows, path: str) -> None:

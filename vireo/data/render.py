@@ -90,7 +90,9 @@ class Renderer:
             [AddedToken(MARK, special=True, normalized=False)], special_tokens=True
         )
         self.mark_id = tokenizer.convert_tokens_to_ids(MARK)
-        self._typed = Typed.pattern(self.controls)
+        # Texts that are rendered already have control tokens that mean it, but never an image's.
+        self._reserved = self.family.image_tokens if chat_template == "none" else ()
+        self._typed = Typed.pattern(() if chat_template == "none" else self.controls)
         self.keys = {**BASE_KEYS, **self.family.keys}
         vocabulary = tokenizer.get_vocab()  # in some checkpoints of a family, some are plain text
         self.image_ids = {vocabulary[t] for t in self.family.image_tokens if t in vocabulary}
@@ -263,6 +265,10 @@ class Renderer:
                 f"{len(row.images)} images in a row, and --pack_multi_image is off",
             )
         slots = sum(not isinstance(part, Text) for turn in turns for part in turn.parts)
+        for token in self._reserved:
+            if any(token in turn.text for turn in turns):
+                what = f"a rendered text has {token}, which only a processor writes: it must have "
+                raise RowError("reserved_token", what + "<image> in the place of each picture")
         hidden = Typed(self._typed, turns, row.tools)
         turns, tools = hidden.turns, hidden.tools
         text = self.template.render(turns, tools, prompt)
