@@ -274,6 +274,6 @@ def test_another_package_adds_a_trainer_by_entry_point(trainer, monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
     assert registry.find("theirs") is trainer.run
     with pytest.raises(
-        InputError, match=r"did you mean theirs\? Trainers: fsdp, fsdp_vlm, theirs, toy"
+        InputError, match=r"did you mean theirs\? Trainers: fsdp, fsdp_vlm, grpo, theirs, toy"
     ):
         registry.find("their")

@@ -99,9 +99,7 @@ def test_settings_of_a_server_pass_through(write):
 
 
 def test_keys_of_engines_are_written_nowhere():
-    settings = load(
-        "--engine=sglang", "--engine_api_key=secret-1", "--engine_admin_key=s"
-    )
+    settings = load("--engine=sglang", "--engine_api_key=secret-1", "--engine_admin_key=s")
     assert settings.engine.engine_api_key == "secret-1"
     assert "secret" not in settings.to_yaml()
     assert "secret" not in str(settings.model_dump(mode="json"))

@@ -190,6 +190,16 @@ def _settings(argv: list[str]) -> None:
     print(describe(given["trainer"]), end="")
 
 
+def _rewards(argv: list[str]) -> None:
+    _Parser("rewards").read(argv)
+    from vireo.named import named
+    from vireo.rewards import REWARDS
+
+    for name in REWARDS:
+        said = " ".join((named("reward", name, REWARDS).__doc__ or "").split())
+        print(f"{name:<14}{said}")
+
+
 def _env(argv: list[str]) -> None:
     parser = _Parser("env")
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -463,6 +473,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
     "doctor": (_doctor, "look at every row of a data file and report what is wrong with it"),
     "eval": (_eval, "measure a model on a data file"),
     "rollout": (_rollout, "sample responses to the prompts of a data file"),
+    "rewards": (_rewards, "list the rewards by name"),
     "mismatch": (_mismatch, "compare an engine's log-probs with the trainer's, rung by rung"),
     "serve": (_serve, "answer prompts over HTTP, by SGLang's protocol"),
     "export": (_export, "turn a checkpoint into a folder that from_pretrained loads"),

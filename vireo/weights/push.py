@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import os
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from vireo.errors import InputError
 from vireo.models.load import weight_files
 from vireo.rollout import protocol
 from vireo.rollout.engine import EngineError
+from vireo.threads import in_thread
 from vireo.weights.group import join, known, listen
 from vireo.weights.named import Shapes, compare, shapes
 from vireo.weights.payload import packed
@@ -203,18 +202,3 @@ async def _both(asking: Coroutine[Any, Any, None], work: Callable[[], T]) -> T:
         for future in both:
             if not future.cancel() and not future.cancelled():
                 future.exception()  # seen, though another was raised
-
-
-def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """`work` in a thread that the end of the program does not wait for."""
-    done: concurrent.futures.Future[T] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except Exception as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
-    return asyncio.wrap_future(done)

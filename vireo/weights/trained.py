@@ -14,7 +14,6 @@ from vireo.models.names import is_adapter, plain_name
 from vireo.models.policy import Policy
 from vireo.weights.named import published
 
-
 BASE, ADAPTERS = ".base_layer.weight", (".lora_A.default.weight", ".lora_B.default.weight")
 
 
@@ -50,4 +49,3 @@ def for_engine(
 def _full(parameter: Tensor) -> Tensor:
     value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     return value.detach()
-
