@@ -307,7 +307,7 @@ def test_a_run_with_uneven_rows_is_even_over_ranks_and_the_run_of_one_rank(base,
     assert pictures_moved >= STEPS
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_a_rank_sends_reaches_its_target_alone(base, world: int) -> None:
     on_ranks(base, world)
     last = world - 1

@@ -67,7 +67,9 @@ def train(base: Path, kind: str, output: str, *more: str) -> Path:
     return base / output
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "weighted stream")) for k in KINDS]
+)
 def test_a_resumed_run_sees_the_rows_of_the_unbroken_one(base: Path, kind: str) -> None:
     whole = train(base, kind, f"{kind} whole")
     parted = base / f"{kind} parted"

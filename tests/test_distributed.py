@@ -77,7 +77,7 @@ def test_frozen_parts_have_no_gradient_and_no_optimizer_state(prepared) -> None:
     assert any("merger" in name for name in found)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_give_the_gradient_of_one_rank(prepared, world: int) -> None:
     found = results(prepared, world, ["gradients", "load", "adapters"])
     assert found["adapters"]["difference"] < 1e-5

@@ -107,8 +107,14 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("phase", "before"),
+    [
+        pytest.param(phase, before, marks=[pytest.mark.slow] * (before != (phase == "record")))
+        for phase in PHASES
+        for before in (False, True)
+    ],
+)
 def test_a_run_killed_in_any_phase_goes_on_as_the_unbroken_one(
     phase: str,
     before: bool,

@@ -116,7 +116,7 @@ def test_a_token_budget_has_the_losses_of_a_number_of_rows(base: Path, unbroken:
     assert losses(base / "budget") == pytest.approx(losses(unbroken), abs=1e-5)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_resume_on_another_number_of_ranks(base: Path, unbroken: Path, world: int) -> None:
     new = stopped_at(unbroken, 3, base / f"resumed-{world}")
     more = ["--resume=auto", "--save_steps=2"]
