@@ -34,13 +34,16 @@ KEY = $(shell { cat constraints.txt pyproject.toml; echo '$(PINS)'; } | sha256su
 RUN := PATH="$(BIN):$$PATH" HF_HUB_OFFLINE=1
 PYTEST := $(RUN) OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest
 
-.PHONY: help setup key demo lint format test test-all test-gpu test-compat clean clean-all
+.PHONY: help setup key demo demo-rl lint format test test-all test-gpu test-compat clean clean-all
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: setup ## set everything up, then train a small model from end to end on the CPU
 	@$(RUN) "$(BIN)/vireo" demo $(ARGS)
+
+demo-rl: setup ## the same by GRPO: fine-tune until it is right now and then, go on by rewards
+	@$(RUN) "$(BIN)/vireo" demo --rl $(ARGS)
 
 test: setup ## the tests that run anywhere in minutes
 	@$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(ARGS)

@@ -26,7 +26,10 @@ PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").g
 SLOW = {
     "README.md",
     *(f"docs/{name}.md" for name in ("training", "data-tools", "settings", "checkpoints")),
-    *(f"docs/{name}.md" for name in ("graft", "families", "lora", "export", "rollout", "mismatch")),
+    *(
+        f"docs/{name}.md"
+        for name in ("graft", "families", "lora", "export", "rollout", "mismatch", "grpo")
+    ),
 }
 LIMIT_S = 300  # of one block, on a machine that has other work
 COMMAND = re.compile(r"\s*(?:\$ )?(?:vireo|torchrun|python|pip|make|hf|git) ")

@@ -451,15 +451,22 @@ def _now(line: str) -> None:
 
 def _demo(argv: list[str]) -> None:
     parser = _Parser("demo")
-    parser.add_argument("--output_dir", default="runs/demo", help="folder (default: %(default)s)")
+    parser.add_argument("--rl", action="store_true", help="learn from rewards, by GRPO")
+    parser.add_argument("--output_dir", help="folder (default: runs/demo; with --rl runs/demo-rl)")
     parser.add_argument("--seed", type=int, help="seed of the run")
-    parser.add_argument("--max_steps", type=int, help="optimizer steps")
+    parser.add_argument("--max_steps", type=int, help="optimizer steps; with --rl rollouts")
     given = parser.read(argv)
-    from vireo.demo import run
-
     print("importing torch and transformers ...", flush=True)
     _no_bars()
-    run(**given)
+    if not given.pop("rl", False):
+        from vireo.demo import run
+
+        run(**given)
+        return
+    from vireo import demo_rl
+
+    steps = {"num_rollout": given.pop("max_steps")} if "max_steps" in given else {}
+    demo_rl.run(**given, **steps)
 
 
 def _without(given: dict[str, Any], *names: str) -> dict[str, Any]:

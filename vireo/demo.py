@@ -31,7 +31,7 @@ def run(
 ) -> dict[str, Any]:
     """Run the demo and return what it writes to `output_dir`/summary.json."""
     started = time.perf_counter()
-    out = _fresh_folder(Path(output_dir))
+    out = fresh_folder(Path(output_dir))
     import torch
 
     from vireo.data.synthetic import write_digits
@@ -96,7 +96,7 @@ def run(
     return summary
 
 
-def _fresh_folder(out: Path) -> Path:
+def fresh_folder(out: Path) -> Path:
     """An empty folder: one that an earlier demo made is emptied, any other is left alone."""
     marker = out / ".vireo-demo"
     if out.exists() and any(out.iterdir()):
