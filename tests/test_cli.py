@@ -165,7 +165,13 @@ def test_eval_prints_the_measures(module, capsys):
 def test_demo(module):
     calls = module("vireo.demo", "run")
     assert cli.main(["demo", "--max-steps", "3"]) == 0
-    assert calls == [((), {"output_dir": "runs/demo", "max_steps": 3})]
+    assert calls == [((), {"max_steps": 3})]
+
+
+def test_demo_by_rewards(module):
+    calls = module("vireo.demo_rl", "run")
+    assert cli.main(["demo", "--rl", "--max-steps", "3", "--seed=1", "--output_dir=o"]) == 0
+    assert calls == [((), {"num_rollout": 3, "seed": 1, "output_dir": "o"})]
 
 
 def test_settings_prints_the_table(capsys):

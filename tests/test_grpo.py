@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tests.launch import environment, torchrun, vireo
 from tests.rl import curve, evaluations, flags, records, rollouts, train, write_prompts
 from tests.tiny_models import tiny
+from vireo import demo_rl
 from vireo.errors import InputError, RowError
 from vireo.rollout.engine import EngineError
 from vireo.trainers import grpo
@@ -425,3 +426,11 @@ def test_the_published_flags(prompts: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [path.name for path in checkpoints(tmp_path / "saves")] == ["step-1", "step-2"]
     assert {"tis/mean", "kl", "entropy", "clip/dual"} <= records(tmp_path / "run")[0].keys()
+
+
+@pytest.mark.slow
+def test_the_demo_learns_from_rewards(tmp_path: Path) -> None:
+    found = demo_rl.run(str(tmp_path / "demo"), num_rollout=60)
+    assert 0.2 <= found["reward_before"] <= 0.45
+    assert found["reward_after"] >= 1.3 * found["reward_before"]
+    assert (tmp_path / "demo" / "export" / "model.safetensors").exists()
