@@ -88,6 +88,17 @@ def test_settings_of_rollouts_mean_grpo_with_its_own_defaults(write):
     assert text == "--eps-clip is for --trainer grpo, found fsdp"
 
 
+def test_ahead_is_another_default_of_trainers_with_rollouts():
+    def staleness(*argv: str) -> int:
+        argv = ("--model_name_or_path=m", *argv)
+        return load_settings(list(argv), ahead=True).rollout.max_staleness
+
+    assert staleness("--trainer=grpo") == 1
+    assert staleness("--reward=exact_match") == 1
+    assert staleness("--trainer=grpo", "--max_staleness=0") == 0
+    assert staleness() == 0  # of the default trainer, which has none
+
+
 def test_settings_of_a_server_pass_through(write):
     words = ("--engine", "sglang", "--sglang-log-level", "error", "--sglang_enable-x")
     engine = load(*words).engine

@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None, *, needs_rollout: bool = False) -> int:
 
 
 def _main(argv: list[str], needs_rollout: bool) -> int:
-    settings = load_settings(argv)
+    settings = load_settings(argv, ahead=needs_rollout)
 
     def train() -> int | None:  # under its own run_main, because a file can say `debug` too
         run = registry.find(settings.trainer)

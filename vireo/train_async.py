@@ -1,4 +1,4 @@
-"""`python -m vireo.train_async`: the same as `vireo.train`, for trainers that have a rollout."""
+"""`python -m vireo.train_async`: as `vireo.train`, with generation one rollout ahead of training."""
 
 from __future__ import annotations
 

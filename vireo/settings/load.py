@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from vireo.errors import InputError
 from vireo.settings.flags import BY_NAME, FLAGS, Flag, flags_of
 from vireo.settings.parse import normalise
-from vireo.settings.schema import Settings
+from vireo.settings.schema import SFT, Settings
 from vireo.settings.section import Section
 
 if TYPE_CHECKING:
@@ -20,9 +20,14 @@ if TYPE_CHECKING:
 One = TypeVar("One", bound=Section)
 
 
-def load_settings(argv: list[str]) -> Settings:
-    """Reads `--config FILE` and `--flag value` overrides. InputError names the first mistake."""
+def load_settings(argv: list[str], *, ahead: bool = False) -> Settings:
+    """Reads `--config FILE` and `--flag value` overrides. InputError names the first mistake.
+
+    `ahead`: of a trainer with rollouts, the default of max_staleness is 1.
+    """
     values, written = normalise(argv)
+    if ahead and values.get("trainer", SFT[0]) not in SFT:
+        values["rollout"].setdefault("max_staleness", 1)
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
