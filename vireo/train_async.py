@@ -1,4 +1,4 @@
-"""`python -m vireo.train_async`: as `vireo.train`, with generation one rollout ahead of training."""
+"""`python -m vireo.train_async`: as `vireo.train`, with generation one rollout ahead."""
 
 from __future__ import annotations
 
