@@ -16,7 +16,8 @@ from tests.rows import write_rows
 from vireo.errors import InputError, VireoError
 from vireo.families.tiny import build
 from vireo.settings import load_settings
-from vireo.trainers import registry, sft
+from vireo.trainers import base as base_run
+from vireo.trainers import registry
 from vireo.training.checkpoint import checkpoints
 from vireo.training.export import export
 
@@ -98,8 +99,8 @@ def test_options_of_adapters_are_refused_for_whole_weights(trained, tmp_path) ->
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_run_ends_with_its_export_on_the_hub(tmp_path, monkeypatch, lora: int) -> None:
     asked, pushed = [], []
-    monkeypatch.setattr(sft, "check_push", asked.append)
-    monkeypatch.setattr(sft, "push", lambda *given: pushed.append(given) or "the hub")
+    monkeypatch.setattr(base_run, "check_push", asked.append)
+    monkeypatch.setattr(base_run, "push", lambda *given: pushed.append(given) or "the hub")
     model = build("qwen2_5_vl", tmp_path / "model", size="test")
     train(
         tmp_path, model, "run", "--push_to_hub=me/mine", "--hub_private=false", f"--lora_r={lora}"
@@ -115,8 +116,8 @@ def test_a_run_ends_with_its_export_on_the_hub(tmp_path, monkeypatch, lora: int)
 
 def test_a_resumed_run_pushes_its_own_weights(tmp_path, monkeypatch) -> None:
     pushed = []
-    monkeypatch.setattr(sft, "check_push", lambda *_: None)
-    monkeypatch.setattr(sft, "push", lambda folder, *_: pushed.append(load_all(folder)))
+    monkeypatch.setattr(base_run, "check_push", lambda *_: None)
+    monkeypatch.setattr(base_run, "push", lambda folder, *_: pushed.append(load_all(folder)))
     model = build("qwen2_5_vl", tmp_path / "model", size="test")
     train(tmp_path, model, "run", "--push_to_hub=me/mine")
     more = ("--max_steps=3", "--resume=auto", "--lr_scheduler=constant")

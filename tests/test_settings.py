@@ -343,6 +343,8 @@ def _trees(draw) -> dict[str, Any]:
     batch, fsdp = tree.get("batch", {}), tree.get("fsdp", {})
     if batch.get("max_tokens_per_gpu"):
         batch |= {"per_device_train_batch_size": None, "global_batch_size": 4}
+    if "use_dynamic_batch_size" in batch:
+        batch["use_dynamic_batch_size"] = bool(batch.get("max_tokens_per_gpu"))
     if weights := tree.get("data", {}).get("train_weights"):
         tree["data"]["train_file"] = [f"f{i}" for i in range(len(weights))]
     if fsdp.get("sharding") == "hybrid":

@@ -175,6 +175,7 @@ def test_a_killed_run_has_its_last_step_and_resuming_drops_what_came_after_the_c
     for step in (1, 2, 3):
         killed.metrics({"step": step, "loss": float(step)})
     assert events(tmp_path / "run")["train/loss"][-1] == (3, 3.0)  # though it is not closed
+    time.sleep(1.1)  # readers go by the second in a file's name, and then by text: 10 before 9
     with open_folder("--resume=auto", resumed_at=2) as folder:
         folder.metrics({"step": 3, "loss": 30.0})
     assert events(tmp_path / "run")["train/loss"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
@@ -184,6 +185,7 @@ def test_a_killed_run_has_its_last_step_and_resuming_drops_what_came_after_the_c
 
 def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_in_the_next(open_folder, tmp_path):
     open_folder().metrics({"step": 1, "loss": 1.0})
+    time.sleep(1.1)  # as above
     with open_folder("--resume=auto") as folder:
         folder.metrics({"step": 1, "loss": 10.0})
     assert events(tmp_path / "run")["train/loss"] == [(1, 10.0)]
