@@ -384,6 +384,21 @@ def _doctor(argv: list[str]) -> None:
     doctor(**given)
 
 
+def _view(argv: list[str]) -> None:
+    parser = _Parser("view")
+    parser.add_argument("run", metavar="RUN", help="folder of the run: its --output_dir")
+    parser.add_argument("--html", metavar="FILE", help="write one page there, and serve nothing")
+    parser.add_argument("--steps", type=_count, help="with --html: steps in it (default: 20)")
+    parser.add_argument("--port", type=int, help="port of the server (default: any free one)")
+    given = parser.read(argv)
+    other = "port" if "html" in given else "steps"
+    if other in given:
+        raise InputError(f"{parser.prog}: --{other} does not go with what is asked; leave it out")
+    from vireo.report.view import view
+
+    view(**given)
+
+
 def _training_flags(parser: _Parser, *, model_required: bool) -> None:
     """Flags of the trainer, whose settings check their values."""
     parser.add_argument("--train_file", required=True, help="data file, or several: A,B")
@@ -478,6 +493,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
     "demo": (_demo, "train and evaluate a tiny model on this machine"),
     "preview": (_preview, "show rows as the trainer sees them, token by token"),
     "doctor": (_doctor, "look at every row of a data file and report what is wrong with it"),
+    "view": (_view, "show a run: its curves, and its rollouts token by token"),
     "eval": (_eval, "measure a model on a data file"),
     "rollout": (_rollout, "sample responses to the prompts of a data file"),
     "rewards": (_rewards, "list the rewards by name"),

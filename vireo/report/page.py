@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: no script, no request, everything escaped, light and dark."""
+"""Self-contained HTML pages: no request, everything escaped, no script but a page's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _BASE = """<!doctype html>
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+  content="default-src 'none'; img-src data:;
+  style-src 'unsafe-inline'{% block policy %}{% endblock %}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{% block title %}{% endblock %}</title>
 <style>
