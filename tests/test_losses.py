@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from vireo.parallel import Parallel, alone
 from vireo.rl.losses import (
     LossSpec,
     Stats,
@@ -85,6 +87,7 @@ def test_gspo_by_hand() -> None:
     assert loss.item() == pytest.approx(-1.3 + 2 * 0.8, abs=1e-5)
     assert gradient(shut, given) == pytest.approx([0, 0, 0, 0])
     assert stats.figures()["clip/high"] == pytest.approx(2 / 3)
+    assert stats.figures()["policy_loss"] == pytest.approx(loss.item() / 2)  # over the weights
 
 
 def test_cispo_by_hand() -> None:
@@ -95,6 +98,9 @@ def test_cispo_by_hand() -> None:
     assert loss.item() == pytest.approx(-1.3 * lp[0] + 0.8 * lp[1] - 2 * lp[2], abs=1e-5)
     assert gradient(spec, given) == pytest.approx([-1.3, 0.8, -2.0])  # clipped ones as well
     assert stats.figures()["clip/low"] == pytest.approx(1 / 3)
+    # an advantage of 0 makes a loss of 0, clipped or not
+    found = policy_loss(spec, tokens([1.5, 0.5], [0.0, 0.0]))[1].figures()
+    assert found["clip/low"] == found["clip/high"] == 0
 
 
 @pytest.mark.parametrize(
@@ -159,6 +165,14 @@ def test_importance_weights_by_hand() -> None:
         assert stats.figures()["tis/cut"] == pytest.approx(cut)
 
 
+def test_a_token_that_the_correction_takes_out_is_not_counted_as_clipped() -> None:
+    engine = torch.tensor([-1.0, -9.0])  # weights 1 and exp(8), which becomes 0
+    given = tokens([1.5, 1.5], [1.0, 1.0], engine=engine)
+    loss, stats = policy_loss(LossSpec(tis="mask"), given)
+    assert loss.item() == pytest.approx(-1.2)
+    assert stats.figures()["clip/high"] == stats.figures()["tis/cut"] == 0.5
+
+
 def test_the_correction_is_of_the_policy_alone() -> None:
     given = tokens(
         [1.0], [1.0], engine=torch.tensor([9.0]), reference=torch.tensor([-2.0])
@@ -171,13 +185,64 @@ def test_the_correction_is_of_the_policy_alone() -> None:
 @pytest.mark.parametrize("tis", [None, "truncate", "mask"])
 def test_wild_ratios_give_finite_losses_and_gradients(kind: str, tis: str | None) -> None:
     old = torch.tensor([-200.0, -0.1, -1.0, -1.0])
-    given = tokens([1.0] * 4, [1.0, 1.0, -1.0, -1.0], old=old, engine=old.flip(0))
+    engine = torch.tensor([-1.0, -200.0, -0.1, -1.0])
+    given = tokens([1.0] * 4, [1.0, 1.0, -1.0, -1.0], old=old, engine=engine)
     given.logprobs = torch.tensor([-0.1, -200.0, -150.0, -1.0], requires_grad=True)
     given.weights = torch.tensor([1.0, 1.0, 1.0, 0.0])
-    loss, stats = policy_loss(LossSpec(kind=kind, tis=tis, kl="k3", kl_coef=0.1), given)  # type: ignore[arg-type]
-    assert loss.isfinite()
-    assert all(map(math.isfinite, gradient(LossSpec(kind=kind, tis=tis), given)))  # type: ignore[arg-type]
-    assert all(map(math.isfinite, stats.figures().values()))
+    given.response = torch.tensor([0, 1, 1, 1])
+    given.reference = torch.tensor([-300.0, -1.0, -0.1, -1.0])
+    for high in (2.0, math.inf):
+        spec = LossSpec(kind=kind, tis=tis, tis_high=high, kl="k3", kl_coef=0.1)  # type: ignore[arg-type]
+        loss, stats = policy_loss(spec, given)
+        assert loss.isfinite()
+        assert all(map(math.isfinite, gradient(spec, given)))
+        assert all(map(math.isfinite, stats.figures().values()))
+
+
+@pytest.mark.parametrize("kind", ["clip", "gspo", "cispo"])
+@pytest.mark.parametrize("tis", [None, "truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_what_the_policy_did_not_write_may_be_impossible_for_it(kind, tis, level) -> None:
+    spec = LossSpec(kind, tis=tis, tis_level=level, kl="k3", kl_coef=0.1, entropy_coef=0.1)
+    ratios, entropy = torch.tensor([1.1, 0.9]), torch.tensor([1.0, 2.0])
+    rest = {"reference": torch.tensor([-1.5, -0.5]), "entropy": entropy}
+    plain = tokens(ratios.tolist(), [1.0, 1.0], engine=torch.tensor([-1.1, -0.8]), **rest)
+    loss, stats = policy_loss(spec, plain)
+    (wanted,) = torch.autograd.grad(loss, plain.logprobs)
+
+    def between(values: Tensor, value: float) -> Tensor:
+        return torch.tensor([values[0], value, values[1]])
+
+    for lp, old in ((-math.inf, -math.inf), (-math.inf, -1.0), (-1.0, -math.inf)):
+        given = Tokens(
+            between(plain.logprobs.detach(), lp).requires_grad_(),
+            between(plain.old, old),
+            between(plain.engine, -math.inf),
+            between(plain.advantages, 0.0),
+            between(plain.weights, 0.0),
+            torch.zeros(3, dtype=torch.int64),
+            between(rest["reference"], -math.inf),
+            between(entropy, math.nan),
+        )
+        got, more = policy_loss(spec, given)
+        assert got.item() == loss.item()
+        (slopes,) = torch.autograd.grad(got, given.logprobs)
+        assert slopes.tolist() == between(wanted, 0.0).tolist()
+        assert more == stats
+
+
+def test_a_reference_far_above_never_pulls_away_from_it() -> None:
+    for d, slope in ((2.0, 1 - math.exp(2)), (29.0, 1 - math.exp(29)), (40.0, 0.0), (400.0, 0.0)):
+        given = tokens([1.0], [0.0], reference=torch.tensor([-1.0 + d]))
+        assert gradient(LossSpec(kl="k3", kl_coef=1.0), given) == pytest.approx([slope], rel=1e-5)
+
+
+def test_a_loss_without_what_it_needs_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs the reference"):
+        policy_loss(LossSpec(kl="k2", kl_coef=0.1), tokens([1.0], [1.0]))
+    with pytest.raises(ValueError, match="needs the entropy"):
+        policy_loss(LossSpec(entropy_coef=0.1), tokens([1.0], [1.0]))
+    policy_loss(LossSpec(kl="k2"), tokens([1.0], [1.0]))  # its coefficient is 0
 
 
 def many(seed: int = 0) -> Tokens:
@@ -225,6 +290,15 @@ def test_micro_batches_add_up(spec: LossSpec) -> None:
     assert total == pytest.approx(loss.item())
     torch.testing.assert_close(torch.cat(pieces), wanted)
     assert parts.figures() == pytest.approx(stats.figures())
+    empty = replace(whole, **{n: v[:0] for n, v in vars(whole).items()})
+    assert (parts + policy_loss(spec, empty)[1]).figures() == parts.figures()
+
+
+def test_ranks_add_up_also_with_one_that_has_no_tokens(monkeypatch) -> None:
+    stats = [policy_loss(SPECS[0], many(seed))[1] for seed in (0, 1)]
+    ranks = [stats[0], Stats.empty(), stats[1]]
+    monkeypatch.setattr(Parallel, "gather", lambda self, value: ranks)
+    assert stats[0].over_ranks(alone()).figures() == (stats[0] + stats[1]).figures()
 
 
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[2]], ids=["clip", "cispo"])
@@ -251,6 +325,26 @@ def test_gradients_are_those_of_finite_differences(spec: LossSpec) -> None:
         assert got[i].item() == pytest.approx(slope.item(), abs=1e-6)
 
 
+def test_gspo_has_the_gradient_of_the_objective_of_whole_sequences() -> None:
+    given = many(2)
+    sizes = torch.bincount(given.response).double()
+    a = torch.tensor([1.0, -2.0, 0.5, -0.3], dtype=torch.float64)
+    given.advantages, given.weights = a[given.response], 1 / sizes[given.response]
+    spec = LossSpec(kind="gspo", low=0.9, high=5.0)  # no bound in between
+
+    def objective(lp: Tensor) -> Tensor:  # the paper's equation 5, of the ratios of equation 7
+        mean = torch.bincount(given.response, (lp - given.old).detach()) / sizes
+        return -(a * mean.exp()).sum()
+
+    lp = given.logprobs.detach()
+    assert policy_loss(spec, given)[0].item() == pytest.approx(objective(lp).item())
+    for i, got in enumerate(gradient(spec, given)):
+        move = torch.zeros_like(lp)
+        move[i] = 1e-6
+        slope = (objective(lp + move) - objective(lp - move)) / 2e-6
+        assert got == pytest.approx(slope.item(), abs=1e-6)
+
+
 def test_equal_bits_have_ratios_of_one_exactly() -> None:
     lp = -torch.rand(100) * 7
     given = tokens([1.0] * 100, [1.0] * 100, old=lp, engine=lp)
@@ -265,6 +359,7 @@ def test_no_tokens_at_all() -> None:
     given = tokens([], [])
     loss, stats = policy_loss(LossSpec(kind="gspo", tis="mask", tis_level="sequence"), given)
     loss.backward()
+    assert given.logprobs.grad is not None
     assert loss.item() == 0
     assert stats.figures() == Stats.empty().figures() == {}
 
@@ -278,6 +373,11 @@ def test_weights_of_the_three_aggregations_by_hand() -> None:
     assert ([w.tolist() for w in weights], total) == ([[third, third, third, 0], [1], [0, 0]], 2)
     weights, total = aggregation_weights("fixed", masks, 10)
     assert ([w.tolist() for w in weights], total) == ([[1, 1, 1, 0], [1], [0, 0]], 30)
+
+
+def test_the_total_is_exact_beyond_what_float32_can_count() -> None:
+    masks = [np.ones(2**20)] * 16 + [np.ones(1)]  # float32 has no 2^24 + 1
+    assert aggregation_weights("token", masks, 1)[1] == 2**24 + 1
 
 
 def test_the_settings_and_their_defaults() -> None:

@@ -3,14 +3,17 @@
 r is a sample's reward, G its group (samples of one prompt, by explicit id), R = r minus the sum of
 its KL penalties over the tokens that count.
 
-grpo, gspo                    (R - mean of G) / (deviation of G + 1e-6), the deviation with n - 1
-                              (Shao et al. 2024, arXiv 2402.03300, section 4.1.2; Zheng et al.
-                              2025, arXiv 2507.18071)
-dr_grpo                       R - mean of G (Liu et al. 2025, arXiv 2503.20783)
+grpo, gspo                    (R - mean of G) / (deviation of G + 1e-6), the deviation with n - 1 as
+                              in TRL, verl and slime (Shao et al. 2024, arXiv 2402.03300, section
+                              4.1.2; Zheng et al. 2025, arXiv 2507.18071)
+dr_grpo                       R - mean of G (Liu et al. 2025, arXiv 2503.20783, section 3.2)
 rloo                          R - mean of the others in G (Ahmadian et al. 2024, arXiv 2402.14740)
 reinforce_plus_plus           what is still to come at each token, r counted at the last one, then
                               normalised over all tokens (Hu et al. 2025, arXiv 2501.03262)
 reinforce_plus_plus_baseline  R - mean of G, then normalised over all tokens (same paper)
+
+Normalised: mean 0, and deviation 1 with n, as in OpenRLHF, the code of the paper's authors; a
+deviation below 1e-4 counts as that, so that rounding is not blown up.
 
 Where all R of a group are equal the advantage is zero exactly, not by rounding.
 """
@@ -39,20 +42,28 @@ def advantages(
 
     `penalties` [response]: taken off the reward of a token. `normalize`: over all tokens that
     count, also for estimators that do not by themselves. ValueError: inputs that are not aligned, a
-    reward that is no finite number, or a group of one sample where groups are compared.
+    reward or counted penalty that is no finite number, or a group of one where groups are compared.
     """
     counted = [torch.tensor(mask, dtype=torch.float64) for mask in masks]
     r = torch.tensor(rewards, dtype=torch.float64)
-    if not len(r) == len(groups) == len(counted) == len(penalties or counted):
+    if (
+        not len(r)
+        == len(groups)
+        == len(counted)
+        == len(counted if penalties is None else penalties)
+    ):
         raise ValueError("rewards, groups, masks and penalties are not of the same samples")
-    if not r.isfinite().all():
-        raise ValueError(f"a reward is {r[~r.isfinite()][0]}: expected a finite number")
+    for i in (~r.isfinite()).nonzero().flatten().tolist():
+        raise ValueError(f"the reward of sample {i} is {r[i]}: expected a finite number")
     taken = [torch.zeros_like(mask) for mask in counted]
     if penalties is not None:
         for i, (penalty, mask) in enumerate(zip(penalties, counted)):
             if penalty.shape != mask.shape:
                 raise ValueError(f"sample {i} has {len(penalty)} penalties for {len(mask)} tokens")
-            taken[i] = penalty.double() * mask
+            # Not times 0: a token that the policy did not write may have an infinite penalty.
+            taken[i] = torch.where(mask > 0, penalty.double(), 0.0)
+            if not taken[i].isfinite().all():
+                raise ValueError(f"a penalty of sample {i} is no finite number")
     if estimator in GROUPED:
         total = r - torch.stack([penalty.sum() for penalty in taken])
         values = _compared(estimator, total, groups)
@@ -74,7 +85,10 @@ def _compared(estimator: str, total: Tensor, groups: Sequence[str]) -> Tensor:
     values = torch.zeros_like(total)
     for group, places in members.items():
         if len(places) < 2:
-            raise ValueError(f"{estimator} compares the samples of a group; {group} has one")
+            raise ValueError(
+                f"{estimator} compares the samples of a group; group {group!r} has one: give it "
+                "two or more, or use reinforce_plus_plus"
+            )
         mine = total[places]
         if mine.min() == mine.max():
             continue
@@ -97,9 +111,9 @@ def _to_come(reward: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
 
 
 def _normalized(values: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
-    """Mean 0 and deviation (with n - 1) 1 over all tokens that count."""
+    """Mean 0 and deviation 1 over all tokens that count."""
     flat = torch.cat([value[mask > 0] for value, mask in zip(values, masks)])
     if not len(flat) or flat.min() == flat.max():
         return [torch.zeros_like(value) for value in values]
-    mean, deviation = flat.mean(), flat.std() + _EPS
+    mean, deviation = flat.mean(), flat.std(correction=0).clamp(min=1e-4)
     return [(value - mean) / deviation * mask for value, mask in zip(values, masks)]

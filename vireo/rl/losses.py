@@ -3,20 +3,22 @@
 lp is the policy's log-probability of a token, old the same before the first update on its rollout,
 A the advantage, ratio = exp(lp - old), sg(x) a constant of x's value.
 
-clip   max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) (Schulman et al. 2017, arXiv 1707.06347;
-       two bounds: Yu et al. 2025, DAPO, arXiv 2503.14476); with dual clip, a negative A counts at
-       most -A dual (Ye et al. 2019, arXiv 1912.09729)
+clip   max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) (Schulman et al. 2017, arXiv 1707.06347,
+       equation 7; two bounds: Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.1); with dual clip,
+       a negative A counts at most -A dual (Ye et al. 2019, arXiv 1912.09729)
 gspo   clip with one ratio a response, s = exp(mean of lp - old over its tokens), of which a token
        has the share sg(s) exp(lp - sg(lp)) (Zheng et al. 2025, arXiv 2507.18071, section 4.3)
 cispo  -sg(clip(ratio, 1 - low, 1 + high)) A lp: clipped tokens still have a gradient
        (MiniMax 2025, arXiv 2506.13585, section 3.1)
 
-The distance from a reference, with d = reference - lp (Schulman, "Approximating KL divergence"):
+The distance from a reference, KL(policy || reference), with d = reference - lp (Schulman 2020,
+"Approximating KL divergence"; gradients: Liu et al. 2025, arXiv 2510.01555). Of tokens that the
+policy sampled:
 
-k1     -d: its mean is the divergence, the mean of its gradient is 0, so it is for watching
-k2     d^2 / 2: the mean of its gradient is that of the divergence
-k3     exp(d) - d - 1: never negative and of low variance; the mean of its gradient is that of the
-       divergence the other way round, KL(reference || policy)
+k1     -d: its mean is the divergence, the mean of its gradient is 0: as a loss it does nothing
+k2     d^2 / 2: the mean of its gradient is that of the divergence: the one to use for that
+k3     exp(d) - d - 1: never negative, of low variance, and its mean is the divergence, but the mean
+       of its gradient is that of KL(reference || policy): what GRPO's paper uses
 
 Engines sample from slightly other probabilities than the trainer computes, or with older weights.
 w = exp(old - engine), of a token or (the sum over its tokens) of a response, corrects for it:
@@ -28,7 +30,7 @@ Kills Stability"). It weighs the policy's term alone, and has no gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -37,11 +39,13 @@ from torch import Tensor
 from vireo.parallel import Parallel
 from vireo.settings.rl import AlgoSettings
 
-# exp of more than this is no ratio that any bound would let through, and exp(89) is infinite in
-# float32: infinity times the zero gradient of a clipped token would be NaN.
+# The largest log-ratio. exp(89) is infinite in float32, and infinity times the zero gradient of a
+# clipped token is NaN; a ratio times an importance weight is exp(60) at most. A token beyond it has
+# no gradient: exp(30) times that of the others would be the only one left.
 _MOST = 30.0
 
 Kind = Literal["clip", "gspo", "cispo"]
+Aggregation = Literal["token", "sequence", "fixed"]
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,18 @@ class Stats:
 
 
 def policy_loss(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Stats]:
-    """The sum of weighted token losses, to be minimised, and what there is to say of them."""
-    lp, a, counted = tokens.logprobs, tokens.advantages, tokens.weights > 0
+    """The sum of weighted token losses, to be minimised, and what there is to say of them.
+
+    ValueError: the loss needs a reference or an entropy that the tokens do not have.
+    """
+    for name, needed in (("reference", spec.kl and spec.kl_coef), ("entropy", spec.entropy_coef)):
+        if needed and getattr(tokens, name) is None:
+            raise ValueError(f"the loss needs the {name} of each token, and there is none")
+    # Left out, not times 0: what the policy did not write may be impossible for it, and -inf times
+    # 0 is NaN.
+    counted = tokens.weights > 0
+    tokens = replace(tokens, **{n: v[counted] for n, v in vars(tokens).items() if v is not None})
+    lp, a = tokens.logprobs, tokens.advantages
     log_ratio = lp - tokens.old
     ratio = log_ratio.clamp(max=_MOST).exp()
     shown = {"ratio": ratio}
@@ -159,35 +173,38 @@ def policy_loss(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Stats]:
     elif spec.kind == "cispo":
         bounded = ratio.detach().clamp(1 - spec.low, 1 + spec.high)
         loss = -bounded * a * lp
-        clips = {"low": ratio < 1 - spec.low, "high": ratio > 1 + spec.high}
+        clips = {
+            "low": (ratio < 1 - spec.low) & (a != 0),
+            "high": (ratio > 1 + spec.high) & (a != 0),
+        }
     else:
         loss, clips = _clipped(spec, ratio, a)
     if spec.tis is not None:
         weight, cut = _correction(spec, tokens)
-        loss = torch.where(weight > 0, loss, 0.0) * weight
+        loss = loss * weight
+        clips = {name: clipped & (weight > 0) for name, clipped in clips.items()}
         shown |= {"tis": weight, "cut": cut}
-    policy = torch.where(counted, loss, 0.0)
-    total = (tokens.weights * policy).sum()
+    total = (tokens.weights * loss).sum()
     if tokens.reference is not None:
         shown["kl"] = _divergence("k3", lp.detach(), tokens.reference)
         if spec.kl is not None and spec.kl_coef:
-            kl = torch.where(counted, _divergence(spec.kl, lp, tokens.reference), 0.0)
+            kl = _divergence(spec.kl, lp, tokens.reference)
             total = total + spec.kl_coef * (tokens.weights * kl).sum()
     if tokens.entropy is not None:
         shown["entropy"] = tokens.entropy
         if spec.entropy_coef:
             total = total - spec.entropy_coef * (tokens.weights * tokens.entropy).sum()
-    return total, _stats(tokens, counted, policy, clips, shown)
+    return total, _stats(tokens.weights, loss, clips, shown)
 
 
-def aggregation(algo: AlgoSettings) -> str:
+def aggregation(algo: AlgoSettings) -> Aggregation:
     """The setting, or what the estimator's paper has."""
-    own = {"dr_grpo": "fixed", "gspo": "sequence"}
+    own: dict[str, Aggregation] = {"dr_grpo": "fixed", "gspo": "sequence"}
     return algo.loss_aggregation or own.get(algo.advantage_estimator, "token")
 
 
 def aggregation_weights(
-    how: str, masks: Sequence[Sequence[float]], longest: int
+    how: Aggregation, masks: Sequence[Sequence[float]], longest: int
 ) -> tuple[list[Tensor], float]:
     """How much each token's loss counts, float32 [response] a sample, and what the sum of all
     losses of a step is divided by.
@@ -202,7 +219,7 @@ def aggregation_weights(
         return [mask / mask.sum().clamp(min=1) for mask in counted], float(len(used))
     if how == "fixed":
         return counted, float(longest * len(counted))
-    return counted, float(sum(mask.sum() for mask in counted))
+    return counted, sum(float(mask.sum()) for mask in counted)
 
 
 def _clipped(spec: LossSpec, ratio: Tensor, a: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -214,7 +231,6 @@ def _clipped(spec: LossSpec, ratio: Tensor, a: Tensor) -> tuple[Tensor, dict[str
         most = -a * spec.dual
         clips["dual"] = (a < 0) & (loss > most)
         loss = torch.where(clips["dual"], most, loss)
-        clips["low"], clips["high"] = (clips[n] & ~clips["dual"] for n in ("low", "high"))
     return loss, clips
 
 
@@ -231,13 +247,12 @@ def _correction(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def _per_response(values: Tensor, tokens: Tokens, mean: bool = False) -> Tensor:
-    """The sum, or mean, over the tokens of each response that count, [responses]."""
-    counted = (tokens.weights > 0).to(values.dtype)
+    """The sum, or mean, over the tokens of each response, [responses]."""
     size = int(tokens.response.max()) + 1 if len(tokens.response) else 0
-    sums = values.new_zeros(size).index_add(0, tokens.response, values * counted)
+    sums = values.new_zeros(size).index_add(0, tokens.response, values)
     if not mean:
         return sums
-    counts = values.new_zeros(size).index_add(0, tokens.response, counted)
+    counts = values.new_zeros(size).index_add(0, tokens.response, torch.ones_like(values))
     return sums / counts.clamp(min=1)
 
 
@@ -247,26 +262,23 @@ def _divergence(kind: str, lp: Tensor, reference: Tensor) -> Tensor:
         return -d
     if kind == "k2":
         return d.square() / 2
-    return d.clamp(max=_MOST).expm1() - d
+    d = d.clamp(max=_MOST)  # in both terms: -d alone would pull away from the reference
+    return d.expm1() - d
 
 
 @torch.no_grad()
 def _stats(
-    tokens: Tokens,
-    counted: Tensor,
-    policy: Tensor,
-    clips: dict[str, Tensor],
-    shown: dict[str, Tensor],
+    weights: Tensor, policy: Tensor, clips: dict[str, Tensor], shown: dict[str, Tensor]
 ) -> Stats:
-    ratio = shown.pop("ratio")[counted]
+    ratio = shown.pop("ratio")
     names = {"tis": "tis/mean", "cut": "tis/cut"}
     columns = {f"clip/{name}": value for name, value in clips.items()}
     columns |= {names.get(name, name): value for name, value in shown.items()}
-    sums = {name: float(value[counted].double().sum()) for name, value in columns.items()}
+    sums = {name: float(value.double().sum()) for name, value in columns.items()}
     sums |= {
-        "tokens": float(counted.sum()),
-        "weight": float(tokens.weights.double().sum()),
-        "policy_loss": float((tokens.weights * policy).double().sum()),
+        "tokens": float(len(ratio)),
+        "weight": float(weights.double().sum()),
+        "policy_loss": float((weights * policy).double().sum()),
         "probs_ratio/mean": float(ratio.double().sum()),
     }
     if not len(ratio):

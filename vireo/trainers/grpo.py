@@ -20,6 +20,7 @@ from vireo.data.rows import Allowed
 from vireo.errors import InputError, RowError
 from vireo.parallel import Parallel
 from vireo.report.console import memory_gb, progress_bar, rollout_line
+from vireo.rl.advantages import GROUPED
 from vireo.rl.figures import rollout_figures
 from vireo.rl.learn import Learned, Learner
 from vireo.rl.record import Rollouts, replayed
@@ -35,7 +36,6 @@ from vireo.training.engine import TrainEngine
 from vireo.training.optimizer import schedule
 
 BUFFER = "buffer.json"  # in a checkpoint
-ALONE = ("grpo", "gspo", "dr_grpo", "rloo")  # estimators that compare the responses of a group
 
 
 def run(settings: Settings) -> int:
@@ -55,7 +55,7 @@ class Grpo(base.Run):
             raise InputError("--trainer grpo reads --prompt_data and --eval_prompt_data")
         if settings.prompts.prompt_data is None:
             raise InputError("--prompt_data is missing: a data file with prompts")
-        if settings.algo.advantage_estimator in ALONE and rollout.n_samples_per_prompt < 2:
+        if settings.algo.advantage_estimator in GROUPED and rollout.n_samples_per_prompt < 2:
             raise InputError(
                 f"--advantage_estimator {settings.algo.advantage_estimator} compares the responses "
                 "to a prompt: --n_samples_per_prompt must be 2 or more, found 1"
