@@ -37,9 +37,7 @@ def run(
     from vireo.data.synthetic import write_digits
     from vireo.evaluation import evaluate_files
     from vireo.families.tiny import build
-    from vireo.settings import load_settings
     from vireo.settings.rollout import SamplingSettings
-    from vireo.trainers import registry
     from vireo.training.checkpoint import checkpoints
     from vireo.training.export import export
 
@@ -56,25 +54,23 @@ def run(
     )
 
     recipe = RECIPE | ({"max_steps": max_steps} if max_steps else {})
-    flags = [f"--{name}={value}" for name, value in recipe.items()]
-    settings = load_settings(
-        [
-            "--trainer=fsdp_vlm",
-            f"--vlm_model_name_or_path={model}",
-            f"--train_file={data / 'train.json'}",
-            f"--eval_file={val}",
-            f"--output_dir={out / 'run'}",
-            "--freeze_vision=false",
-            "--packing=false",  # all rows have one length: packing would only cost attention
-            "--fsdp_enable=false",
-            "--num_workers=1",
-            "--logging_steps=25",
-            "--max_new_tokens=4",
-            f"--seed={seed}",
-            *flags,
-        ]
+    train(
+        {
+            "trainer": "fsdp_vlm",
+            "vlm_model_name_or_path": model,
+            "train_file": data / "train.json",
+            "eval_file": val,
+            "output_dir": out / "run",
+            "freeze_vision": "false",
+            "packing": "false",  # all rows have one length: packing would only cost attention
+            "fsdp_enable": "false",
+            "num_workers": 1,
+            "logging_steps": 25,
+            "max_new_tokens": 4,
+            "seed": seed,
+            **recipe,
+        }
     )
-    registry.find(settings.trainer)(settings)
 
     exported = export(checkpoints(out / "run" / "checkpoints")[-1], out / "export")
     after = evaluate_files(
@@ -94,6 +90,15 @@ def run(
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     _show(out, summary)
     return summary
+
+
+def train(given: dict[str, Any]) -> None:
+    """A run with settings by their flags' names."""
+    from vireo.settings import load_settings
+    from vireo.trainers import registry
+
+    settings = load_settings([f"--{name}={value}" for name, value in given.items()])
+    registry.find(settings.trainer)(settings)
 
 
 def fresh_folder(out: Path) -> Path:

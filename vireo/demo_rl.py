@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vireo.demo import fresh_folder
+from vireo.demo import fresh_folder, train
 
 # Found by trial on three seeds; benchmarks/RESULTS.md has the figures.
 WARM_UP = {
@@ -63,7 +63,7 @@ def run(
         "seed": seed,
     }
     rows = {"trainer": "fsdp_vlm", "model_name_or_path": out / "model"}
-    _train(
+    train(
         rows | {"train_file": data / "train.json", "output_dir": out / "warm-up"} | WARM_UP | common
     )
     half = export(checkpoints(out / "warm-up" / "checkpoints")[-1], out / "warmed-up")
@@ -75,14 +75,14 @@ def run(
         "output_dir": out / "run",
     }
     recipe = RECIPE | ({"num_rollout": num_rollout} if num_rollout else {})
-    _train(prompts | recipe | common)
+    train(prompts | recipe | common)
     export(checkpoints(out / "run" / "checkpoints")[-1], out / "export")
     records = map(json.loads, (out / "run" / "metrics.jsonl").read_text().splitlines())
-    rewards = [record["eval_reward"] for record in records if "eval_reward" in record]
+    evaluated = [record for record in records if "eval_reward" in record]
     summary = {
-        "reward_before": rewards[0],
-        "reward_after": rewards[-1],
-        "eval_samples": 300,
+        "reward_before": evaluated[0]["eval_reward"],
+        "reward_after": evaluated[-1]["eval_reward"],
+        "eval_samples": evaluated[-1]["eval_samples"],
         "seconds": round(time.perf_counter() - started, 1),
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -91,11 +91,3 @@ def run(
     print(f"{'after GRPO':22}{summary['reward_after']:8.3f}")
     print(f"\n{summary['seconds']} s in all. Run folder: {out}")
     return summary
-
-
-def _train(given: dict[str, Any]) -> None:
-    from vireo.settings import load_settings
-    from vireo.trainers import registry
-
-    settings = load_settings([f"--{name}={value}" for name, value in given.items()])
-    registry.find(settings.trainer)(settings)

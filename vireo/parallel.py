@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from vireo.errors import InputError
 
@@ -88,6 +90,11 @@ class Parallel:
     def close(self) -> None:
         if self.owner and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def whole(value: Tensor) -> Tensor:
+    """All of a tensor that may be sharded; collective if it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def alone() -> Parallel:

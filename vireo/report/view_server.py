@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from vireo.errors import InputError, first_line
 from vireo.report.view import Pictures, Run
 from vireo.report.view_page import page
+from vireo.serving import bound, told_to_stop
 
 HOST = "127.0.0.1"
 
 
 def serve(run: Run, port: int) -> None:
     """Until SIGTERM or SIGINT. InputError: the port cannot be had."""
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((HOST, port))
-        except (OSError, OverflowError) as error:
-            raise InputError(
-                f"--port {port} cannot be opened: {first_line(error)}; leave it out for a free one"
-            ) from error
+    with bound(HOST, port) as sock:
         asyncio.run(_until_stopped(run, sock))
 
 
 async def _until_stopped(run: Run, sock: socket.socket) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = told_to_stop()
     runner = web.AppRunner(app(run), access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     try:

@@ -22,7 +22,7 @@ def rollout_figures(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     samples, groups, response_tokens
     """
     samples = [sample for group in groups for sample in group]
-    rewards = [[_reward(sample) for sample in group] for group in groups]
+    rewards = [[reward_of(sample) for sample in group] for group in groups]
     lengths = [len(sample.response_ids) for sample in samples]
     names = list(samples[0].rewards)
     return {
@@ -42,6 +42,8 @@ def rollout_figures(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     }
 
 
-def _reward(sample: Sample) -> float:
-    assert sample.reward is not None  # a group is put into the buffer with its rewards
+def reward_of(sample: Sample) -> float:
+    """ValueError: it has none."""
+    if sample.reward is None:
+        raise ValueError(f"{sample.name} has no reward")
     return sample.reward

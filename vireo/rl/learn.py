@@ -20,9 +20,11 @@ from vireo.data.render import Renderer
 from vireo.data.response import with_response
 from vireo.models.heads import Softmax
 from vireo.rl.advantages import advantages
+from vireo.rl.figures import reward_of
 from vireo.rl.losses import LossSpec, Stats, Tokens, aggregation, aggregation_weights, policy_loss
 from vireo.rl.mismatch import Mismatch
 from vireo.rl.reference import Reference
+from vireo.rl.score import batch_scores
 from vireo.rollout.sample import Sample
 from vireo.settings.rl import AlgoSettings
 from vireo.training.engine import StepResult, TrainEngine
@@ -95,14 +97,13 @@ class Learner:
         parts = self._parts(samples, prompt, steps)
         clock("prepare")
         found = look(parts[0].batches)
-        with torch.no_grad():
-            old = [self._scores(self.engine, part, entropy=True) for part in parts]
+        old = [self._scores(self.engine, part, entropy=True) for part in parts]
         clock("logprobs")
         logprobs = self._everywhere(samples, parts, [[s[0] for s in scores] for scores in old])
         reference: list[list[Tensor]] | None = None
         shown: list[list[float]] | None = None
         if self.reference is not None:
-            with torch.no_grad(), self.reference.ready() as other:
+            with self.reference.ready() as other:
                 reference = [[s[0] for s in self._scores(other, part)] for part in parts]
             shown = self._everywhere(samples, parts, reference)
             clock("reference")
@@ -167,7 +168,6 @@ class Learner:
                 can_mix=self.renderer.family.can_mix,
                 packing=self.engine.packing,
             )
-            batches = [batch for batch in batches if len(batch)]
             rows = [[names[id(ids)] for ids in b.columns["input_ids"].rows] for b in batches]
             parts.append(_Part(batches, rows, total))
         return parts
@@ -192,16 +192,8 @@ class Learner:
 
     def _scores(self, engine: TrainEngine, part: _Part, entropy: bool = False) -> list[Tensor]:
         """Of each micro-batch: log-probs [1, N] of its response tokens, and entropies [2, N]."""
-        engine.policy.eval()
-        found: dict[int, Tensor] = {}
-        for batch, counts, _ in self.engine.in_step(part.batches):
-            if counts:
-                scores = engine.forward(batch, softmax=self.softmax, entropy=entropy)[0]
-                found[id(batch)] = scores if entropy else scores[None]
-            else:
-                engine.forward(batch)
-        engine.reshard()
-        return [found[id(batch)] for batch in part.batches]
+        found = batch_scores(engine, part.batches, self.softmax, entropy)
+        return found if entropy else [scores[None] for scores in found]
 
     def _everywhere(
         self, samples: Sequence[Sample], parts: Sequence[_Part], values: Sequence[Sequence[Tensor]]
@@ -233,7 +225,7 @@ class Learner:
             ]
         return advantages(
             self.algo.advantage_estimator,
-            [_reward(sample) for sample in samples],
+            [reward_of(sample) for sample in samples],
             [sample.group for sample in samples],
             [sample.mask for sample in samples],
             penalties=penalties,
@@ -300,12 +292,6 @@ def dealt(lengths: Sequence[int], world: int) -> list[list[int]]:
 def _of_step(samples: int, number: int, steps: int) -> range:
     """The samples of an optimizer step: as many in each, to one."""
     return range(round(number * samples / steps), round((number + 1) * samples / steps))
-
-
-def _reward(sample: Sample) -> float:
-    if sample.reward is None:
-        raise ValueError(f"{sample.name} has no reward")
-    return sample.reward
 
 
 def _columns(

@@ -83,18 +83,31 @@ def score_examples(
             can_mix=family.can_mix,
             packing=packing,
         )
-        order = engine.in_step(batches) if engine else [(batch, True, True) for batch in batches]
-        for batch, counts, _ in order:
-            if engine:
-                values = engine.forward(batch, softmax=softmax)[0]
-            else:
-                placed = batch.to(device)
-                values = policy(placed.pack() if packing else placed.pad(pad_id), softmax)
-            if counts:
-                found |= _by_row(batch, values.float().cpu())
-    if engine:
-        engine.reshard()
+        if engine:
+            scores = batch_scores(engine, batches, softmax)
+        else:
+            placed = (batch.to(device) for batch in batches)
+            scores = [policy(b.pack() if packing else b.pad(pad_id), softmax) for b in placed]
+        for batch, values in zip(batches, scores):
+            found |= _by_row(batch, values.float().cpu())
     return [found[id(example.fields["input_ids"])] for example, _ in rows]
+
+
+@torch.no_grad()
+def batch_scores(
+    engine: TrainEngine, batches: Sequence[Batch], softmax: Softmax, entropy: bool = False
+) -> list[Tensor]:
+    """log p of the supervised tokens of each of this rank's micro-batches, [N]; with `entropy`
+    [2, N], entropies behind it. As it trains, in every rank's order; collective."""
+    engine.policy.eval()
+    found: dict[int, Tensor] = {}
+    for batch, counts, _ in engine.in_step(batches):
+        if counts:
+            found[id(batch)] = engine.forward(batch, softmax=softmax, entropy=entropy)[0]
+        else:
+            engine.forward(batch)
+    engine.reshard()
+    return [found[id(batch)] for batch in batches]
 
 
 def _by_row(batch: Batch, values: Tensor) -> dict[int, Tensor]:

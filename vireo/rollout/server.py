@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -33,6 +32,7 @@ from vireo.rollout.control import Control
 from vireo.rollout.engine import EngineGone, RolloutEngine
 from vireo.rollout.incoming import Asked, Schema, Stopped, field, image_ref, read
 from vireo.rollout.sample import Generation, Request
+from vireo.serving import bound, told_to_stop
 from vireo.settings.rollout import EngineSettings
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -312,20 +312,6 @@ async def listen(server: Server, sock: socket.socket) -> web.AppRunner:
     return runner
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket at that address (port 0: a free one). InputError: it is taken, or not ours."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except (OSError, OverflowError) as error:
-        sock.close()
-        raise InputError(
-            f"{host}:{port} cannot be opened: {first_line(error)}; --port 0 finds a free port"
-        ) from error
-    return sock
-
-
 def serve(
     model: str,
     *,
@@ -355,9 +341,7 @@ def serve(
 
 async def until_stopped(server: Server, sock: socket.socket) -> None:
     """Serves on a bound socket, and says so, until SIGTERM or SIGINT."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = told_to_stop()
     runner = await listen(server, sock)
     try:
         host, port = sock.getsockname()[:2]

@@ -418,10 +418,6 @@ class Settings(Section):
         """Every setting with its value, in a form that `--config` reads back to an equal object."""
         import yaml
 
-        kept = self.model_dump(mode="json", by_alias=True)
-        for name in RL_SECTIONS:
-            if self.trainer in SFT and kept[name] == type(getattr(self, name))().model_dump(
-                mode="json"
-            ):
-                del kept[name]
+        idle = set(RL_SECTIONS) if self.trainer in SFT else None  # theirs are the defaults
+        kept = self.model_dump(mode="json", by_alias=True, exclude=idle)
         return yaml.safe_dump(kept, sort_keys=False)

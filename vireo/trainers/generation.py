@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from vireo.data.endless import Endless
 from vireo.data.mixture import Mixture
 from vireo.data.prompt import Prompt
 from vireo.errors import InputError, RowError, VireoError
+from vireo.models.build import empty_policy
 from vireo.rewards import Rewards
 from vireo.rl.figures import rollout_figures
 from vireo.rollout.bridge import VLMRolloutEngine
@@ -49,7 +51,7 @@ class Generation:
         self.prompts = Endless(rows, settings.run.seed, settings.data.shuffle)
         rollout, rewards = settings.rollout, settings.rewards
         self.size, self.n = rollout.rollout_batch_size, rollout.n_samples_per_prompt
-        self.more = (rollout.over_sampling_batch_size or self.size) - self.size
+        self.at_once = rollout.over_sampling_batch_size or self.size
         self.sampling = Sampling(
             max_new_tokens=rollout.rollout_max_response_len,
             temperature=rollout.rollout_temperature,
@@ -71,8 +73,9 @@ class Generation:
             timeout=rewards.reward_timeout,
             url=rewards.reward_url,
         )
-        ahead = rollout.max_staleness
-        self.shared = settings.engine.engine == "embedded" and run.parallel.world == 1 and not ahead
+        self.ahead = rollout.max_staleness
+        embedded = settings.engine.engine == "embedded"
+        self.shared = embedded and run.parallel.world == 1 and not self.ahead
         self.session: RolloutSession | None = None
         self._asked: dict[str, Prompt] = {}  # by group, of the samples of this step
 
@@ -82,11 +85,9 @@ class Generation:
             yield
             return
         bridge = VLMRolloutEngine(self._engine(), self.run.renderer)
-        ahead = self.run.settings.rollout.max_staleness
-        with RolloutSession(bridge, self.buffer, ahead=ahead) as self.session:
-            at_once = self.size + self.more
+        with RolloutSession(bridge, self.buffer, ahead=self.ahead) as self.session:
             self.session.manager = self._manager(
-                self.buffer, self.prompts, self.n, at_once, self.refused
+                self.buffer, self.prompts, self.n, refused=self.refused, keep=2 * self.at_once
             )
             yield
 
@@ -95,7 +96,7 @@ class Generation:
 
         def get() -> list[Group] | None:
             assert self.session is not None
-            return self.session.collect(self.size, self.more, stop=stop)
+            return self.session.collect(self.size, self.at_once - self.size, stop=stop)
 
         self._asked.clear()
         groups = self._on_main(get)
@@ -132,7 +133,7 @@ class Generation:
             n = self.run.settings.rollout.n_samples_per_eval_prompt
             for name, rows in self.evals.items():
                 buffer = DataBuffer(prompts=len(rows), version="0")
-                self.session.fill(self._manager(buffer, rows, n, self.size + self.more, None))
+                self.session.fill(self._manager(buffer, rows, n))
                 groups = buffer.get(buffer.waiting)
                 every += groups
                 if len(self.evals) > 1:
@@ -185,12 +186,7 @@ class Generation:
         )
 
     def _manager(
-        self,
-        buffer: DataBuffer,
-        prompts: Prompts,
-        n: int,
-        at_once: int,
-        refused: Callable[[RowError], None] | None,
+        self, buffer: DataBuffer, prompts: Prompts, n: int, **options: Any
     ) -> RolloutManager:
         assert self.session is not None
         return RolloutManager(
@@ -199,12 +195,11 @@ class Generation:
             prompts,
             self.sampling,
             n,
-            at_once=at_once,
+            at_once=self.at_once,
             rewards=self.rewards,
             longest=self.longest,
             fetch=self.run.settings.engine.allow_image_urls,
-            refused=refused,
-            keep=0 if refused is None and buffer is not self.buffer else 2 * at_once,
+            **options,
         )
 
     def _weights(self) -> Weights:
@@ -212,17 +207,22 @@ class Generation:
             return Shared()
         run, built = self.run, self.run.built
         scale = None if built.adapters is None else built.adapters["alpha"] / built.adapters["r"]
-        like = list(shapes(run.model_folder))
+        plain, like = self._names
 
         def named() -> Iterator[tuple[str, torch.Tensor]]:
-            policy = built.engine.policy
-            return for_engine(policy, run.renderer, built.compute, like, scale)
+            return for_engine(built.engine.policy, plain, built.compute, like, scale)
 
         if run.parallel.world == 1:
             return Tensors(named)
         # Gathering is collective and is done once; sending, which may need two rounds, is not.
         kept = [(name, value.cpu()) for name, value in named() if run.parallel.main]
         return Tensors(lambda: iter(kept))
+
+    @cached_property
+    def _names(self) -> tuple[Any, list[str]]:
+        """For every sync: a model without memory, and the names of the engine's checkpoint."""
+        run = self.run
+        return empty_policy(run.renderer.config, run.family).hf, list(shapes(run.model_folder))
 
     def _on_main(self, call: Callable[[], Any]) -> Any:
         """What `call` returns on the main rank, on every rank; what it raises ends all of them."""

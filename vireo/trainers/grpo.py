@@ -16,7 +16,6 @@ from typing import Any
 
 from vireo.data.mixture import Mixture, open_mixture
 from vireo.data.prompt_rows import Columns
-from vireo.data.rows import Allowed
 from vireo.errors import InputError, RowError
 from vireo.parallel import Parallel
 from vireo.report.console import memory_gb, progress_bar, rollout_line
@@ -25,6 +24,7 @@ from vireo.rl.figures import rollout_figures
 from vireo.rl.learn import Learned, Learner
 from vireo.rl.record import Rollouts, replayed
 from vireo.rollout.buffer import Group
+from vireo.rollout.run import allowed
 from vireo.rollout.sample import Sample
 from vireo.settings import Settings
 from vireo.trainers import base
@@ -161,7 +161,9 @@ class Grpo(base.Run):
         total: float,
     ) -> None:
         """The record of a step, its line, and its samples."""
-        run, figures = self.settings.run, rollout_figures(groups)
+        if self.step % self.settings.run.logging_steps and self.step != self.steps:
+            return
+        figures = rollout_figures(groups)
         record: dict[str, Any] = {"step": self.step, **figures}
         if learned is not None:
             record |= learned.stats
@@ -179,8 +181,6 @@ class Grpo(base.Run):
             "generated_tokens_per_s": figures["response_tokens"] / max(seconds["generate"], 1e-9),
             "memory_gb": memory_gb(self.parallel.device),
         }
-        if self.step % run.logging_steps and self.step != self.steps:
-            return
         self.folder.metrics(record)
         self.folder.say(rollout_line(record, self.steps))
         if self.parallel.main:
@@ -235,14 +235,13 @@ class Grpo(base.Run):
 
     def _open(self, files: list[str], weights: list[float] | None = None) -> Mixture:
         settings, data, prompts = self.settings, self.settings.data, self.settings.prompts
-        engine = settings.engine
         rows = open_mixture(
             files,
             weights,
             image_root=data.image_root,
             on_bad_row=data.on_bad_row,
             progress=self.parallel.main,
-            allowed=Allowed(True, engine.allow_image_urls, engine.allow_image_paths),
+            allowed=allowed(settings.engine, prompts=True),
             columns=Columns.of(prompts.input_key, prompts.label_key, prompts.multimodal_keys),
         )
         if not len(rows):

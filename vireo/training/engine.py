@@ -15,14 +15,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from vireo.data.ragged import IGNORE, Batch
 from vireo.errors import VireoError
 from vireo.models.heads import Softmax
 from vireo.models.names import named_parameters, part_of
 from vireo.models.policy import Policy
-from vireo.parallel import Parallel
+from vireo.parallel import Parallel, whole
 from vireo.training.optimizer import set_rate
 
 
@@ -230,12 +229,12 @@ class TrainEngine:
         parameters = [p for p in self.policy.parameters() if p.grad is not None]
         limit = self.clip_grad_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return float(whole(norm))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, one at a time; collective on all ranks."""
         for name, parameter in named_parameters(self.policy.hf):
-            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            yield name, whole(parameter)
 
 
 def _weight(batch: Batch) -> float:
