@@ -4,8 +4,7 @@
         [--sglang_url URL] [--sglang-NAME VALUE ...]
 
 One 448x448 picture a prompt, on a Qwen2.5-VL-3B-shaped model with random weights (or `--model`).
-Bare client and Vireo take turns; both send every request at once. Then the responses are scored by
-the trainer's model in bfloat16: mismatch by kind of token, and its own noise floor.
+Bare client and Vireo take turns; both send every request at once.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ def write_3b(folder: Path, layers: int = 36) -> None:
             "qwen2_5_vl",
             folder,
             dtype="bfloat16",  # as published
+            initializer_range=0.02,  # that of tiny models makes a wide one chaotic
             hidden_size=2048,
             intermediate_size=11008,
             num_hidden_layers=layers,
@@ -25,6 +26,7 @@ def write_3b(folder: Path, layers: int = 36) -> None:
             vocab_size=151_936,
             rope_parameters=rope,
             vision={
+                "initializer_range": 0.02,
                 "hidden_size": 1280,
                 "depth": 32,
                 "num_heads": 16,

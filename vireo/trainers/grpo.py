@@ -30,7 +30,7 @@ from vireo.settings import Settings
 from vireo.trainers import base
 from vireo.trainers.build import build_reference
 from vireo.trainers.generation import Generation, eval_files
-from vireo.trainers.idle import idle_settings
+from vireo.trainers.idle import idle_rollout_settings, idle_settings
 from vireo.trainers.stopping import Stopping
 from vireo.training.engine import TrainEngine
 from vireo.training.optimizer import schedule
@@ -68,7 +68,7 @@ class Grpo(base.Run):
         done = self.open()
         self._check_unchanged(done)
         self.make_folder(done)
-        self.notices += idle_settings(settings)
+        self.notices += idle_settings(settings) + idle_rollout_settings(settings)
         self.skipped = done.get("refused", 0)
         self.generation = Generation(
             self,

@@ -42,10 +42,36 @@ def idle_settings(settings: Settings) -> list[str]:
         notices.append("--shuffle_buffer is for --streaming, and has no effect")
     if not settings.run.hub_private and settings.run.push_to_hub is None:
         notices.append("--hub_private is for --push_to_hub, and has no effect")
-    if settings.run.eval_steps and settings.data.eval_file is None:
-        notices.append("--eval_steps has no effect without --eval_file")
+    if not settings.data.eval_file and not settings.prompts.eval_prompt_data:
+        file = "--eval_prompt_data" if settings.prompts.prompt_data else "--eval_file"
+        if settings.run.eval_steps:
+            notices.append(f"--eval_steps has no effect without {file}")
     if settings.run.check_action == "stop" and not settings.run.check_steps:
         notices.append("--check_action has no effect with --check_steps 0")
     if settings.fsdp.checkpoint == "full" and not settings.fsdp.enable:
         notices.append("--fsdp_checkpoint has no effect with --fsdp_enable false")
+    return notices
+
+
+def idle_rollout_settings(settings: Settings) -> list[str]:
+    """As `idle_settings`, of what only a trainer with rollouts has."""
+    rollout, algo, rewards = settings.rollout, settings.algo, settings.rewards
+    set_tis = sorted(n for n in algo.model_fields_set if n.startswith("tis_"))
+    notices = []
+    if rollout.n_samples_per_eval_prompt > 1 and not settings.prompts.eval_prompt_data:
+        notices.append("--n_samples_per_eval_prompt has no effect without --eval_prompt_data")
+    if rewards.reward_url is not None and "remote" not in (rewards.reward or ()):
+        notices.append("--reward_url has no effect without --reward remote")
+    if not algo.needs_reference:
+        notices += [
+            f"--{name} has no effect: nothing asks for a reference (--use_kl_loss, --kl_coef)"
+            for name in ("ref_load", "ref_offload")
+            if getattr(algo, name)
+        ]
+    if "kl_loss_type" in algo.model_fields_set and not algo.use_kl_loss:
+        notices.append("--kl_loss_type has no effect without --use_kl_loss")
+    if set_tis and not (algo.use_tis or (algo.use_tis is None and rollout.oldest)):
+        notices += [f"--{name} has no effect without --use_tis" for name in set_tis]
+    elif algo.tis_clip_low and algo.tis_mode != "mask":
+        notices.append("--tis_clip_low has no effect without --tis_mode mask")
     return notices
