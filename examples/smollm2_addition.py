@@ -8,6 +8,9 @@ answer is right. No fine-tuning before. A third of the sums, 3 + 4 with 4 + 3, i
 8 ways, 4 answers each at temperature 1, before, during and after. More flags go to `vireo train`:
 with `--engine sglang` the run starts a stock SGLang server and rolls out with it, with `--engine
 sglang --sglang_url URL` it takes one that is there.
+
+Not yet run whole. Its first 8 steps on one H200 (embedded engine, beside two other runs) took the
+mean reward of a step from 0.11 to 0.94; held out, it was 0.15 before.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ WORDS = (
     "There are {} cats and {} dogs. How many animals are there?",
 )
 RECIPE = {
-    "num_rollout": 60,
+    "num_rollout": 40,
     "rollout_batch_size": 32,
     "n_samples_per_prompt": 8,
     "rollout_max_response_len": 32,
     "max_tokens_per_gpu": 16384,
-    "lr": 1e-5,
+    "lr": 3e-5,
     "eval_interval": 10,
     "n_samples_per_eval_prompt": 4,
 }

@@ -13,6 +13,9 @@ and 300 held out):
 
 The score is the share of right answers about held-out digits: sampled at temperature 1, which is
 what GRPO raises, and greedy.
+
+Not yet run whole. With 100 steps of pre-alignment on one H200 (28 s) the sampled score was 0.807,
+and 0.907 after 20 steps of GRPO.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ COMMON = {"freeze_vision": "false", "check_steps": 0, "eval_samples": 0}
 ALIGN = {
     "trainer": "fsdp_vlm",
     "freeze_language": "true",
-    "max_steps": 100,
+    "max_steps": 50,
     "per_device_train_batch_size": 64,
     "lr": 1e-3,
     "lr_scheduler": "constant",
@@ -40,7 +43,7 @@ ALIGN = {
 }
 GRPO = {
     "trainer": "grpo",
-    "num_rollout": 100,
+    "num_rollout": 80,
     "rollout_batch_size": 64,
     "n_samples_per_prompt": 8,
     "rollout_max_response_len": 8,

@@ -31,6 +31,7 @@ from vireo.models.lora import ADAPTER_CONFIG, add_adapters, base_of, fill_adapte
 from vireo.models.policy import Policy
 from vireo.rollout import engine as base
 from vireo.rollout.engine import EngineError, EngineGone, PauseMode, RolloutEngine, Tag, WrongOrder
+from vireo.rollout.room import rows_at_once
 from vireo.rollout.sample import Finish, Generation, Request
 from vireo.rollout.sampler import Sampler
 from vireo.weights.source import Broadcast, Folder, Shared, Weights
@@ -81,7 +82,7 @@ class _Row:
 
 
 class EmbeddedEngine(RolloutEngine):
-    """Computes up to `max_rows` requests together.
+    """Computes up to `max_rows` requests together (default: what `rows_at_once` says).
 
     `shares_weights`: the policy is one in training, so its weights are always there: sleep and wake
     leave them alone, an update (`Shared`) only names them, and nobody may train while requests are
@@ -97,7 +98,7 @@ class EmbeddedEngine(RolloutEngine):
         renderer: Renderer,
         device: torch.device | str,
         *,
-        max_rows: int = 64,
+        max_rows: int | None = None,
         shares_weights: bool = False,
         receiver: Any = None,
         autocast: torch.dtype | None = None,
@@ -286,7 +287,8 @@ class EmbeddedEngine(RolloutEngine):
         """The oldest rows that can be computed together."""
         mix = self.renderer.family.can_mix
         kinds = [0 if mix else row.request.prompt.example.images for row in self._queue]
-        rows = [row for row, kind in zip(self._queue, kinds) if kind == kinds[0]][: self.max_rows]
+        rows = [row for row, kind in zip(self._queue, kinds) if kind == kinds[0]]
+        rows = rows[: self.max_rows or self._room(rows)]
         self._queue, self._batch = [row for row in self._queue if row not in set(rows)], rows
         try:
             await self._compute(self._generate, rows)
@@ -301,6 +303,13 @@ class EmbeddedEngine(RolloutEngine):
         self._end([row for row in rows if row.order == "abort"])  # said while the others left
         for row in self._queue:
             row.order = ""
+
+    def _room(self, rows: Sequence[_Row]) -> int:
+        longest = max(
+            len(row.request.prompt.example) + row.request.sampling.max_new_tokens for row in rows
+        )
+        size = (self._autocast or next(self.policy.parameters()).dtype).itemsize
+        return rows_at_once(self.policy.hf.config, size, longest, self.device)
 
     async def _compute(self, call: Any, argument: Any) -> Any:
         """Runs in the one thread; who calls it holds the lock."""

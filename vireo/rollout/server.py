@@ -319,7 +319,7 @@ def serve(
     host: str = "127.0.0.1",
     processor: str | None = None,
     dtype: str = "auto",
-    max_rows: int = 64,
+    max_rows: int | None = None,
     image_size: int | None = None,
     image_strategy: str = "longest",
     trust_remote_code: bool = False,
