@@ -154,12 +154,21 @@ def _graft(argv: list[str]) -> None:
 
 def _data(argv: list[str]) -> None:
     parser = _Parser("data")
-    parser.add_argument("kind", choices=("digits", "shapes", "layouts"), help="which data")
+    kinds = ("digits", "shapes", "layouts", "reasoning-gym")
+    parser.add_argument("kind", choices=kinds, help="which data")
     parser.add_argument("out", help="folder to write")
-    parser.add_argument("--rows", type=int, help="rows to draw (shapes only)")
+    parser.add_argument("--task", help="which task (reasoning-gym only)")
+    parser.add_argument("--rows", type=int, help="rows to draw (shapes and reasoning-gym)")
     parser.add_argument("--seed", type=int, help="seed of the order and of what is drawn")
     given = parser.read(argv)
     options = _without(given, "kind", "out")
+    if given["kind"] == "reasoning-gym":
+        from vireo.data.reasoning import write_reasoning_gym
+
+        print(f"wrote {write_reasoning_gym(given['out'], **options)}")
+        return
+    if "task" in options:
+        raise InputError(f"{parser.prog} {given['kind']}: --task is for reasoning-gym")
     if given["kind"] == "layouts" and options:
         raise InputError(f"{parser.prog} layouts: --rows and --seed are for the other kinds")
     if given["kind"] == "digits" and "rows" in options:
@@ -334,7 +343,7 @@ def _serve(argv: list[str]) -> None:
     parser.add_argument("--admin_api_key", help="key that control calls need instead")
     parser.add_argument("--processor", help="folder or Hub name of the processor")
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), help="format of the weights")
-    parser.add_argument("--max_rows", type=_count, help="requests computed at once (default: 64)")
+    parser.add_argument("--max_rows", type=_count, help="requests computed at once")
     parser.add_argument("--image_size", type=int, help="resize images first, as in training")
     parser.add_argument(
         "--image_strategy", choices=("longest", "pad_square"), help="as in training"

@@ -19,6 +19,12 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     def run() -> None:
         try:
             done.set_result(work())
+        except (
+            StopIteration
+        ) as error:  # which a future cannot carry: its reader would wait for ever
+            told = RuntimeError("StopIteration")
+            told.__cause__ = error
+            done.set_exception(told)
         except BaseException as error:
             done.set_exception(error)
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vireo.errors import InputError
 from vireo.named import named
-from vireo.rollout.sample import Sample
 from vireo.threads import in_thread
+
+if TYPE_CHECKING:  # the helper processes import this package, and must start without torch
+    from vireo.rollout.sample import Sample
 
 REWARDS = {
     name: f"vireo.rewards.{module}:{name}"
@@ -29,9 +32,14 @@ REWARDS = {
         "format_tags": "text",
         "box_iou": "boxes",
         "box_giou": "boxes",
+        "math": "mathematics",
+        "dapo_math": "dapo",
+        "reasoning_gym": "reasoning",
         "remote": "remote",
     }.items()
 }
+# These end each call themselves; what they wait for besides is a free helper, which is no fault.
+_SELF_TIMED = ("math", "reasoning_gym")
 
 
 class Rewards:
@@ -66,8 +74,10 @@ class Rewards:
         for name, function in self.functions.items():
             if next(iter(inspect.signature(function).parameters), "") == "samples":
                 values = await self._of(name, function, list(group), f"group {group[0].group}")
+                if hasattr(values, "tolist"):  # an array or a tensor
+                    values = values.tolist()
                 if not isinstance(values, Sequence) or len(values) != len(group):
-                    found = f"{len(values)}" if isinstance(values, Sequence) else f"{values!r:.80}"
+                    found = f"{len(values)}" if isinstance(values, Sequence) else _shown(values)
                     raise InputError(
                         f"group {group[0].group}: reward {name!r} returned {found} scores for "
                         f"{len(group)} samples: return one number for each"
@@ -76,34 +86,68 @@ class Rewards:
                 each = (self._of(name, function, sample, sample.name) for sample in group)
                 values = await asyncio.gather(*each)
             for sample, value in zip(group, values):
-                if not isinstance(value, int | float) or not math.isfinite(value):
+                score = _score(value)
+                if score is None:
                     raise InputError(
-                        f"{sample.name}: reward {name!r} returned {value!r:.80}, expected a finite "
-                        "number"
+                        f"{sample.name}: reward {name!r} returned {_shown(value)}, expected a "
+                        "finite number"
                     )
-                sample.rewards[name] = float(value)
+                sample.rewards[name] = score
         for sample in group:
             sample.reward = sum(self.weights[name] * sample.rewards[name] for name in self.weights)
 
     async def _of(self, name: str, function: Callable[..., Any], given: Any, whose: str) -> Any:
-        work = (
-            function(given)
-            if inspect.iscoroutinefunction(function)
-            else in_thread(lambda: function(given))
-        )
+        limit = None if name in _SELF_TIMED else self.timeout
+        task = asyncio.ensure_future(_value(function, given))
         try:
-            value = await asyncio.wait_for(work, self.timeout)
-            if inspect.isawaitable(value):
-                value = await asyncio.wait_for(value, self.timeout)
-            return value
-        except TimeoutError as error:
-            raise InputError(
-                f"{whose}: reward {name!r} has no result after {self.timeout:g} s: mend it, or "
-                "give it longer with --reward_timeout"
-            ) from error
+            # Not `wait_for`: its TimeoutError could as well be the reward's own.
+            await asyncio.wait({task}, timeout=limit)
+            if not task.done():
+                raise InputError(
+                    f"{whose}: reward {name!r} has no result after {self.timeout:g} s: mend it, or "
+                    "give it longer with --reward_timeout"
+                )
+        finally:
+            task.cancel()
+        if task.cancelled():
+            raise RuntimeError(f"reward {name!r} of {whose} cancelled itself")
+        try:
+            return task.result()
         except Exception as error:
             error.add_note(f"in reward {name!r} of {whose}")
             raise
+
+
+async def _value(function: Callable[..., Any], given: Any) -> Any:
+    def call() -> Any:
+        try:
+            return function(given)
+        except StopIteration as error:  # which no future can hold: whoever awaits it would hang
+            raise RuntimeError(f"it raised {error!r}") from error
+
+    try:
+        value = function(given) if inspect.iscoroutinefunction(function) else await in_thread(call)
+        return await value if inspect.isawaitable(value) else value
+    except SystemExit as error:  # which would end the run without a word
+        raise RuntimeError(f"it raised {error!r}") from error
+
+
+def _score(value: Any) -> float | None:
+    """A number of Python, numpy or torch as a float; None: it is none, or not finite."""
+    if getattr(value, "shape", None) == ():
+        value = value.item()
+    try:
+        score = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        return None
+    return score if math.isfinite(score) else None
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # an integer with more digits than Python writes
+        return f"a huge {type(value).__name__}"
 
 
 def expected_answer(sample: Sample, who: str) -> Any:

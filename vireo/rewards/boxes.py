@@ -13,10 +13,15 @@ from vireo.rollout.sample import Sample
 
 Box = Sequence[float]
 
+_NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d*)?|\.\d+)")  # 2 in bbox_2d is none
+_KEYED = re.compile(r'"bbox_2d"\s*:\s*\[([^\[\]]*)\]')
+_LARGEST = 1e100  # areas of larger boxes are not finite
+
 
 def box_iou(sample: Sample) -> float:
     """Intersection over union, 0 to 1, of the response's box and the label's; 0 for a response
-    that does not hold just four numbers, or whose corners are the wrong way round."""
+    that does not hold just four numbers, all of them or those of its one "bbox_2d": [...], or
+    whose corners are the wrong way round."""
     found = _found(sample)
     return 0.0 if found is None else _areas(found, _wanted(sample, "box_iou"))[0]
 
@@ -42,7 +47,9 @@ def _areas(a: Box, b: Box) -> tuple[float, float, float]:
 
 
 def _found(sample: Sample) -> Box | None:
-    numbers = [float(n) for n in re.findall(r"-?\d+(?:\.\d+)?", said(sample))]
+    text = said(sample)
+    keyed = _KEYED.findall(text)
+    numbers = [float(n) for n in _NUMBER.findall(keyed[0] if len(keyed) == 1 else text)]
     return numbers if len(numbers) == 4 and _is_box(numbers) else None
 
 
@@ -50,8 +57,9 @@ def _wanted(sample: Sample, who: str) -> Box:
     label = sample.conversation.extra.get("answer")
     label = expected_answer(sample, who) if label is None else label
     try:
-        box = [float(n) for n in (json.loads(label) if isinstance(label, str) else label)]
-    except (ValueError, TypeError):
+        given = json.loads(label) if isinstance(label, str) else label
+        box = [float(n) for n in (given["bbox_2d"] if isinstance(given, dict) else given)]
+    except (ValueError, TypeError, KeyError, OverflowError):
         box = []
     if len(box) != 4 or not _is_box(box):
         raise InputError(
@@ -62,4 +70,5 @@ def _wanted(sample: Sample, who: str) -> Box:
 
 
 def _is_box(numbers: Box) -> bool:
-    return numbers[0] < numbers[2] and numbers[1] < numbers[3]
+    fit = all(abs(n) < _LARGEST for n in numbers)  # and no nan
+    return fit and numbers[0] < numbers[2] and numbers[1] < numbers[3]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+from functools import cache
+from typing import Any
 
 import aiohttp
 
@@ -17,13 +21,14 @@ _PASSING = (429, 500, 502, 503, 504)
 async def remote(sample: Sample, *, url: str) -> float:
     """Posts {"prompt", "response", "label", "extra"} as JSON to --reward_url; the answer is a
     number, or an object with one as "reward" or "score". Asked again where nobody answers, and on
-    429 and passing 5xx."""
+    429 and passing 5xx. Columns that JSON cannot hold are sent as text, and a note says which."""
     row = sample.conversation
+    extra = {name: _sent(name, value) for name, value in row.extra.items()}
     body = {
         "prompt": "\n".join(turn.text for turn in row.turns if turn.role == "user"),
         "response": sample.text,
-        "label": row.extra.get("answer") if sample.answer is None else sample.answer,
-        "extra": {k: v for k, v in row.extra.items() if isinstance(v, str | int | float | list)},
+        "label": extra.get("answer") if sample.answer is None else sample.answer,
+        "extra": extra,
     }
     problem = ""
     async with aiohttp.ClientSession() as session:
@@ -42,12 +47,30 @@ async def remote(sample: Sample, *, url: str) -> float:
     raise VireoError(f"--reward_url {url} gives no reward: {problem}")
 
 
+def _sent(column: str, value: Any) -> Any:
+    try:
+        json.dumps(value, allow_nan=False)
+        return value
+    except (TypeError, ValueError, RecursionError):
+        _note(column, type(value).__name__)
+        return str(value)
+
+
+@cache  # once for each
+def _note(column: str, kind: str) -> None:
+    print(
+        f"note: reward remote: column {column!r} ({kind}) holds what JSON cannot; it is sent as "
+        "text",
+        file=sys.stderr,
+    )
+
+
 def _number(answer: object, url: str) -> float:
     value = answer
     if isinstance(answer, dict):
         value = answer.get("reward", answer.get("score"))
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not isinstance(value, int | float):
         raise InputError(
             f'--reward_url {url} answered {answer!r:.100}, expected a number or {{"reward": n}}'
         )
-    return float(value)
+    return value
