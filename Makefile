@@ -34,7 +34,8 @@ KEY = $(shell { cat constraints.txt pyproject.toml; echo '$(PINS)'; } | sha256su
 RUN := PATH="$(BIN):$$PATH" HF_HUB_OFFLINE=1
 PYTEST := $(RUN) OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest
 
-.PHONY: help setup key demo demo-rl lint format test test-all test-gpu test-compat clean clean-all
+.PHONY: help setup key demo demo-rl lint format test test-all test-gpu test-compat functional clean \
+  clean-all
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -56,6 +57,9 @@ test-gpu: setup ## the tests that need a CUDA device
 
 test-compat: ## `make test` on older releases, in .venv-compat: torch 2.11, transformers 5.12
 	@$(MAKE) test VENV=.venv-compat PINS="$(COMPAT)"
+
+functional: setup ## short training runs of six recipes, their numbers held against files
+	@$(RUN) OMP_NUM_THREADS=1 "$(BIN)/python" -m tests.functional $(ARGS)
 
 lint: setup ## ruff check, ruff format --check and mypy; all three run, any finding fails
 	@status=0
