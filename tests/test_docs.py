@@ -28,7 +28,16 @@ SLOW = {
     *(f"docs/{name}.md" for name in ("training", "data-tools", "settings", "checkpoints")),
     *(
         f"docs/{name}.md"
-        for name in ("graft", "families", "lora", "export", "rollout", "mismatch", "grpo")
+        for name in (
+            "graft",
+            "families",
+            "lora",
+            "export",
+            "rollout",
+            "mismatch",
+            "grpo",
+            "cluster",
+        )
     ),
 }
 LIMIT_S = 300  # of one block, on a machine that has other work

@@ -320,7 +320,7 @@ def _values(flag: Flag) -> st.SearchStrategy[Any]:
     kind = flag.type.partition(" ")[0]
     if flag.is_bool:
         values: st.SearchStrategy[Any] = st.booleans()
-    elif "|" in kind:
+    elif "|" in kind or kind in ("ray", "fsdp"):  # one choice among one
         values = st.sampled_from(kind.split("|"))
     else:
         values = {
@@ -349,8 +349,11 @@ def _trees(draw) -> dict[str, Any]:
         tree["data"]["train_file"] = [f"f{i}" for i in range(len(weights))]
     if fsdp.get("sharding") == "hybrid":
         fsdp["enable"] = True
-    if set(tree) & set(RL_SECTIONS):
+    cluster = tree.get("cluster", {})
+    if set(tree) & set(RL_SECTIONS) or {"colocate", "rollout_num_gpus"} & set(cluster):
         tree["trainer"] = "grpo"
+    if cluster.get("actor_num_nodes"):
+        cluster["actor_num_gpus_per_node"] = 2
     rollout, algo = tree.get("rollout", {}), tree.get("algo", {})
     if rollout.get("over_sampling_batch_size"):
         rollout["rollout_batch_size"] = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 
@@ -32,6 +33,10 @@ def _main(argv: list[str], needs_rollout: bool) -> int:
                 f"the trainer {settings.trainer} has no rollout, so nothing in it can run "
                 "asynchronously; use train in place of train_async"
             )
+        if settings.cluster.by_ray and "RANK" not in os.environ:
+            from vireo.cluster.run import run as place
+
+            return place(settings)
         return run(settings)
 
     return run_main(train, debug=settings.debug)

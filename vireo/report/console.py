@@ -16,6 +16,14 @@ def memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
+def used_gb(device: torch.device) -> float:
+    """GB in use on a GPU, by every process; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / 1e9
+
+
 def step_line(record: dict[str, Any], steps: int) -> str:
     if record["loss"] is None:
         return f"step {record['step']}/{steps}  no row of this step could be used"

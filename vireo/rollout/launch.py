@@ -43,11 +43,17 @@ class Keys(NamedTuple):
 
 
 def sglang_command(
-    model: str, port: int, keys: Keys, passthrough: Mapping[str, str], **ours: str
+    model: str,
+    port: int,
+    keys: Keys,
+    passthrough: Mapping[str, str],
+    *,
+    host: str = "127.0.0.1",
+    **ours: str,
 ) -> list[str]:
     """Stock SGLang. `passthrough`: its own settings, as given by --sglang-NAME; `ours`: more
     of them, which those replace."""
-    fixed = {"model-path": model, "host": "127.0.0.1", "port": str(port)}
+    fixed = {"model-path": model, "host": host, "port": str(port)}
     fixed |= {"api-key": keys.api, "admin-api-key": keys.admin}
     ours = {
         "enable-memory-saver": "",  # or sleep gives nothing back
@@ -60,20 +66,32 @@ def sglang_command(
 
 
 def vllm_command(
-    model: str, port: int, keys: Keys, passthrough: Mapping[str, str], **ours: str
+    model: str,
+    port: int,
+    keys: Keys,
+    passthrough: Mapping[str, str],
+    *,
+    host: str = "127.0.0.1",
+    **ours: str,
 ) -> list[str]:
     """As `sglang_command`. vLLM has one key, and it does not guard the control endpoints."""
-    fixed = {"model": model, "host": "127.0.0.1", "port": str(port), "api-key": keys.api}
+    fixed = {"model": model, "host": host, "port": str(port), "api-key": keys.api}
     ours = {"enable-scale-out": "", "logprobs-mode": "processed_logprobs", **ours}
     head = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return head + _flags("vllm", fixed, ours, passthrough)
 
 
 def serve_command(
-    model: str, port: int, keys: Keys, passthrough: Mapping[str, str], **ours: str
+    model: str,
+    port: int,
+    keys: Keys,
+    passthrough: Mapping[str, str],
+    *,
+    host: str = "127.0.0.1",
+    **ours: str,
 ) -> list[str]:
     """As `sglang_command`, for `vireo serve`."""
-    fixed = {"model": model, "host": "127.0.0.1", "port": str(port)}
+    fixed = {"model": model, "host": host, "port": str(port)}
     fixed |= {"api-key": keys.api, "admin-api-key": keys.admin}
     return [sys.executable, "-m", "vireo", "serve", *_flags("sglang", fixed, ours, passthrough)]
 

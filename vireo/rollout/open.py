@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from functools import partial
@@ -15,6 +16,19 @@ from vireo.rollout.http import Http
 from vireo.settings.rollout import EngineSettings
 
 _ALIVE = {"sglang": "/model_info", "vllm": "/health"}
+_ENV = {"sglang": launch.SGLANG_ENV, "vllm": launch.VLLM_ENV}
+# Where whoever started this process has started the engines too: {"urls": [...], "patience": s}.
+PLACED = "VIREO_ENGINES"
+
+
+def engine_urls(settings: EngineSettings) -> list[str]:
+    """Of servers that are there: given, or started for this run by its driver."""
+    given = {"sglang": settings.sglang_url, "vllm": settings.vllm_url}.get(settings.engine)
+    return given or _placed().get("urls", [])
+
+
+def _placed() -> dict[str, Any]:
+    return json.loads(os.environ.get(PLACED, "{}"))
 
 
 def open_engine(
@@ -31,12 +45,15 @@ def open_engine(
     """
     name, family = settings.engine, renderer.family
     server_args = {k.removeprefix(f"{name}-"): v for k, v in settings.server_args.items()}
-    urls = {"sglang": settings.sglang_url, "vllm": settings.vllm_url}.get(name) or []
-    if server_args and (name == "embedded" or urls):
+    urls = [] if name == "embedded" else engine_urls(settings)
+    ours = name == "serve"
+    if ours:  # it speaks SGLang's protocol, and is the embedded engine
+        name = "sglang"
+    if server_args and (name == "embedded" or urls) and not _placed():
         raise EngineRefused(
             f"--{name}-{next(iter(server_args))}: only for a server that Vireo starts"
         )
-    if name != "embedded" and name not in family.forms:
+    if name != "embedded" and name not in family.forms and not ours:
         reason = family.refused.get(name, "no way is known to send it prompts with images")
         if settings.engine_fallback:
             print(f"note: {family.name} with {name}: {reason}; using embedded", file=sys.stderr)
@@ -68,26 +85,54 @@ def open_engine(
         api = settings.engine_api_key or os.environ.get("VIREO_API_KEY")
         admin = settings.engine_admin_key or os.environ.get("VIREO_ADMIN_KEY")
         made = [client(connect(u, api_key=api, admin_key=admin), renderer) for u in urls]
-        if len(made) == 1:
+        patience = settings.engine_patience or _placed().get("patience", 0.0)
+        if len(made) == 1 and not patience:
             return made[0]
         from vireo.rollout.several import SeveralEngines
 
-        return SeveralEngines(made)
-    if find_spec(name) is None:
+        return SeveralEngines(made, patience)
+    if find_spec(name) is None and not ours:
         raise EngineRefused(
             f"{name} is not installed here: pip install 'vireo-vl[{name}]', give the URL of a "
             f"running server by --{name}_url, or use --engine embedded"
         )
-    ours = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
-    if family.remote:  # the renderer runs the same code already
-        ours["trust-remote-code"] = ""
-    if renderer.processor_path != renderer.model_path:
-        ours["tokenizer-path" if name == "sglang" else "tokenizer"] = renderer.processor_path
     port, keys = launch.free_port(), launch.Keys.new()
-    if name == "sglang":
-        command = launch.sglang_command(model_folder, port, keys, server_args, **ours)
-    else:
-        command = launch.vllm_command(model_folder, port, keys, server_args, **ours)
-    env = launch.SGLANG_ENV if name == "sglang" else launch.VLLM_ENV
+    command = server_command(settings, renderer, model_folder, port, keys, dtype=dtype)
     http = connect(f"http://127.0.0.1:{port}", api_key=keys.api, admin_key=keys.admin)
-    return client(http, renderer, launch.Server(name, command, env=env, keys=keys))
+    server = launch.Server(settings.engine, command, env=_ENV[name], keys=keys)
+    return client(http, renderer, server)
+
+
+def server_command(
+    settings: EngineSettings,
+    renderer: Renderer,
+    model_folder: str,
+    port: int,
+    keys: launch.Keys,
+    *,
+    dtype: Any = None,
+    host: str = "127.0.0.1",
+    gpus: int = 1,
+) -> list[str]:
+    """Command line of a server that Vireo starts: of stock SGLang or vLLM, or `vireo serve`."""
+    name = settings.engine
+    given = {k.removeprefix(f"{name}-"): v for k, v in settings.server_args.items()}
+    kind = None if dtype is None else str(dtype).removeprefix("torch.")
+    apart = renderer.processor_path != renderer.model_path
+    ours: dict[str, str] = {}
+    if renderer.family.remote:  # the renderer runs the same code already
+        ours["trust-remote-code"] = ""
+    if name == "serve":
+        if kind:
+            ours["dtype"] = {"bfloat16": "bf16", "float32": "fp32"}[kind]
+        if apart:
+            ours["processor"] = renderer.processor_path
+        return launch.serve_command(model_folder, port, keys, given, host=host, **ours)
+    if kind:
+        ours["dtype"] = kind
+    if apart:
+        ours["tokenizer-path" if name == "sglang" else "tokenizer"] = renderer.processor_path
+    if gpus > 1:
+        ours["tp-size" if name == "sglang" else "tensor-parallel-size"] = str(gpus)
+    make = launch.sglang_command if name == "sglang" else launch.vllm_command
+    return make(model_folder, port, keys, given, host=host, **ours)

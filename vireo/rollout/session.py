@@ -87,18 +87,42 @@ class RolloutSession:
         return self._on_loop(lambda: manager.prompt(group))
 
     def update(self, weights: Weights, version: str) -> None:
-        """New weights for the engine; with `ahead`, what is being generated goes on with them."""
+        """New weights for the engine; with `ahead`, what is being generated goes on with them. An
+        engine that sleeps is woken for them, and stays without its cache: see `rise`."""
 
         async def send() -> None:
             engine = self.rollouts.engine
-            await engine.pause("retract" if self.ahead else "abort")
+            sleeps = engine.state.name == "released"
+            if sleeps:
+                await engine.wake(("weights",))
+            else:
+                await engine.pause("retract" if self.ahead else "abort")
             await engine.update_weights(weights, version)
-            await engine.resume()
+            if not sleeps:
+                await engine.resume()
             self.buffer.weights(version)
             self._versions = {*(self._versions if self.ahead else ()), version}
             self.rollouts.weights = self._versions
 
         self._run(send())
+
+    def rest(self) -> None:
+        """The engine gives its memory back: weights and cache."""
+
+        async def rest() -> None:
+            await self.rollouts.engine.pause("abort")
+            await self.rollouts.engine.sleep()
+
+        self._run(rest())
+
+    def rise(self) -> None:
+        """After `rest` and `update`: the engine takes memory for its cache, and answers again."""
+
+        async def rise() -> None:
+            await self.rollouts.engine.wake(("kv_cache",))
+            await self.rollouts.engine.resume()
+
+        self._run(rise())
 
     def fill(self, manager: RolloutManager) -> None:
         """All that another manager, of the same engine, has to generate: an evaluation."""

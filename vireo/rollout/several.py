@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from vireo.rollout.sample import Generation, Request
 from vireo.weights.source import Weights
 
 _GROUPS = 10_000  # whose engine is remembered
+_AGAIN_S = 1.0  # between two looks whether an engine has come back
 
 
 class SeveralEngines(RolloutEngine):
@@ -26,12 +28,20 @@ class SeveralEngines(RolloutEngine):
 
     An engine that is gone gets no more of them until all are started anew; what it had not answered
     is sent to another one, once. EngineGone: none is left.
+
+    `patience`: seconds that one which is gone may take to answer again, restarted by somebody. It
+    gets the last weights and joins the others; requests wait for it where none is left.
     """
 
-    def __init__(self, engines: Sequence[RolloutEngine]):
+    def __init__(self, engines: Sequence[RolloutEngine], patience: float = 0.0):
         super().__init__()
-        self.engines = list(engines)
+        self.engines, self.patience = list(engines), patience
         self.form = self.engines[0].form
+        self._last: tuple[Weights, str] | None = None  # that were sent
+        self._asleep = self._paused = False
+        self._turn = asyncio.Lock()  # of calls that change what all of them do
+        self._changed = asyncio.Event()
+        self._coming: dict[RolloutEngine, asyncio.Task[None]] = {}
         self._gone: dict[RolloutEngine, str] = {}  # and why
         self._homes: dict[str, RolloutEngine] = {}
         self._load: Counter[RolloutEngine] = Counter()
@@ -51,10 +61,16 @@ class SeveralEngines(RolloutEngine):
         self._follow()
 
     async def close(self) -> None:
+        for task in self._coming.values():
+            task.cancel()
+        self._coming.clear()
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
     async def generate(self, request: Request) -> Generation:
         for last in (False, True):
+            while self._coming and len(self._gone) == len(self.engines):
+                self._changed.clear()
+                await self._changed.wait()
             engine = self._engine(request.group or request.rid)
             self._load[engine] += 1
             try:
@@ -69,26 +85,33 @@ class SeveralEngines(RolloutEngine):
 
     async def update_weights(self, weights: Weights, version: str) -> None:
         # One after the other: tensors may come out of collective calls, which must keep an order.
-        for engine in self._alive():
-            try:
-                await engine.update_weights(weights, version)
-            except EngineGone as error:
-                self._lose(engine, error)
-            finally:
-                self._follow()
-        self._alive()
+        async with self._turn:
+            self._last = weights, version
+            for engine in self._alive():
+                try:
+                    await engine.update_weights(weights, version)
+                except EngineGone as error:
+                    self._lose(engine, error)
+                finally:
+                    self._follow()
+            self._alive()
 
     async def sleep(self, tags: Sequence[Tag] = ("kv_cache", "weights")) -> None:
+        self._asleep = True
         await self._each(lambda engine: engine.sleep(tags))
 
     async def wake(self, tags: Sequence[Tag] = ("kv_cache", "weights")) -> None:
         await self._each(lambda engine: engine.wake(tags))
+        self._asleep = "kv_cache" not in tags
 
     async def pause(self, mode: PauseMode = "abort") -> None:
+        self._paused = True
         await self._each(lambda engine: engine.pause(mode))
 
     async def resume(self) -> None:
         await self._each(lambda engine: engine.resume())
+        self._paused = False
+        self._changed.set()
 
     async def abort(self, rids: Sequence[str] | None = None) -> None:
         await self._each(lambda engine: engine.abort(rids))
@@ -123,19 +146,46 @@ class SeveralEngines(RolloutEngine):
         return self._homes[group]
 
     def _alive(self) -> list[RolloutEngine]:
+        """EngineGone: none is left, and none is waited for."""
         alive = [engine for engine in self.engines if engine not in self._gone]
-        if not alive:
+        if not alive and not self._coming:
             raise EngineGone(f"no server is left: {'; '.join(self._gone.values())}")
         return alive
 
     def _lose(self, engine: RolloutEngine, error: EngineGone) -> None:
         self._gone.setdefault(engine, str(error))
+        if self.patience and engine not in self._coming:
+            self._coming[engine] = asyncio.create_task(self._come_back(engine))
         if len(self._gone) < len(self.engines):
             self._follow()
 
+    async def _come_back(self, engine: RolloutEngine) -> None:
+        """Until it answers and has the weights and the state of the others, or patience ends."""
+        until = time.monotonic() + self.patience
+        while time.monotonic() < until:
+            await asyncio.sleep(_AGAIN_S)
+            if self._paused or self._asleep:  # it would take memory that is somebody else's
+                continue
+            try:
+                await engine.start()
+                async with self._turn:
+                    if self._paused or self._asleep:
+                        continue
+                    if self._last is not None:
+                        await engine.update_weights(*self._last)
+                    del self._gone[engine]
+                    self._follow()
+                break
+            except EngineError as error:
+                self._gone[engine] = str(error)
+        del self._coming[engine]
+        self._changed.set()
+
     def _follow(self) -> None:
         """All that are left are in one state, which is this engine's."""
-        first = self._alive()[0]
+        first = next(iter(self._alive()), None)
+        if first is None:
+            return
         self.state, self.weights, self.form = first.state, first.weights, first.form
 
     async def _each(self, call: Callable[[RolloutEngine], Awaitable[None]]) -> None:

@@ -19,13 +19,19 @@ class Given(NamedTuple):
     written: str  # as the person wrote it, for error texts
 
 
+def is_rl(dotted: str) -> bool:
+    """Whether a setting has a meaning for trainers with rollouts alone."""
+    rollout = ("cluster.rollout_num_gpus", "cluster.rollout_num_gpus_per_engine")
+    return dotted.split(".")[0] in RL_SECTIONS or dotted in (*rollout, "cluster.colocate")
+
+
 def normalise(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the nested values, and dotted name -> the name as written. Flags beat the file."""
     config, given = _from_argv(argv)
     if config is not None:
         given = {**_from_file(config), **given}
     nested: dict[str, Any] = {section: {} for section in SECTIONS}
-    if "trainer" not in given and any(d.split(".")[0] in RL_SECTIONS for d in given):
+    if "trainer" not in given and any(is_rl(dotted) for dotted in given):
         nested["trainer"] = "grpo"
     for dotted, entry in given.items():
         section, _, key = dotted.rpartition(".")

@@ -12,9 +12,10 @@ from vireo.settings.section import Names, Section, Text
 class EngineSettings(Section):
     """Which engine answers prompts, and how it is reached."""
 
-    engine: Literal["embedded", "sglang", "vllm"] = Field(
+    engine: Literal["embedded", "sglang", "vllm", "serve"] = Field(
         default="embedded",
-        description="What generates: this process (embedded), or an SGLang or vLLM server.",
+        description="What generates: this process (embedded), an SGLang or vLLM server, or the "
+        "embedded engine as a server (serve).",
     )
     sglang_url: Names | None = Field(
         default=None,
@@ -49,11 +50,23 @@ class EngineSettings(Section):
     engine_retries: int = Field(
         default=3, ge=0, description="Times that a request is sent again after a passing failure."
     )
+    engine_patience: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds that a server given by URL, once gone, may take to answer again: it "
+        "gets the last weights then, and nothing is lost. 0: it stays gone.",
+    )
     allow_image_urls: bool = Field(
         default=False, description="Fetch images that rows name by http(s) URL."
     )
     allow_image_paths: bool = Field(
         default=False, description="Read images outside the data file's folder."
+    )
+    weight_sync: Literal["shared", "group", "disk"] | None = Field(
+        default=None,
+        description="How new weights reach a server: in shared memory, over a process group, or "
+        "by a folder that it reads. Default: shared on this machine, else group; disk for an "
+        "engine of several GPUs, and for vLLM.",
     )
     server_args: dict[str, str] = Field(
         default={},

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from vireo.settings.cluster import ClusterSettings
 from vireo.settings.rl import AlgoSettings, PromptSettings, RewardSettings, RolloutSettings
 from vireo.settings.rollout import EngineSettings
 from vireo.settings.section import Names, Numbers, Recompute, Section, Text
@@ -261,6 +262,9 @@ class FsdpSettings(Section):
         default="sharded",
         description="Checkpoints as one file per rank, or gathered into whole tensors.",
     )
+    full_params: bool = Field(
+        default=False, description="As published commands ask for checkpoint full."
+    )
     grad_ckpt: Recompute = Field(
         default="none",
         description="Recompute activations in the backward pass, less memory and more time: of "
@@ -274,6 +278,8 @@ class FsdpSettings(Section):
             raise ValueError(
                 "--fsdp_sharding hybrid needs --fsdp_enable true: without FSDP nothing is sharded"
             )
+        if self.full_params:
+            self.checkpoint = "full"
         return self
 
 
@@ -393,6 +399,7 @@ class Settings(Section):
     rewards: RewardSettings = Field(default_factory=RewardSettings)
     algo: AlgoSettings = Field(default_factory=AlgoSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
+    cluster: ClusterSettings = Field(default_factory=ClusterSettings)
 
     @model_validator(mode="after")
     def _rules(self) -> Settings:
@@ -412,7 +419,16 @@ class Settings(Section):
             if section != type(section)():
                 also = next(n for n, v in section if v != getattr(type(section)(), n))
                 raise ValueError(f"--{also} is for --trainer grpo, found {self.trainer}")
+        cluster = self.cluster
+        if self.trainer in SFT and (cluster.rollout_num_gpus or cluster.colocate):
+            also = "colocate" if cluster.colocate else "rollout_num_gpus"
+            raise ValueError(f"--{also} is for --trainer grpo, found {self.trainer}")
         return self
+
+    @property
+    def rollout_trainer(self) -> bool:
+        """Whether the trainer has rollouts."""
+        return self.trainer not in SFT
 
     def to_yaml(self) -> str:
         """Every setting with its value, in a form that `--config` reads back to an equal object."""

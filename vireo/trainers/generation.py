@@ -20,13 +20,14 @@ from vireo.rollout.bridge import VLMRolloutEngine
 from vireo.rollout.buffer import DataBuffer, Group
 from vireo.rollout.engine import RolloutEngine
 from vireo.rollout.manager import Prompts, RolloutManager
-from vireo.rollout.open import open_engine
+from vireo.rollout.open import engine_urls, open_engine
 from vireo.rollout.sample import Sample, Sampling
 from vireo.rollout.session import RolloutSession
 from vireo.trainers.base import Run
 from vireo.weights.named import shapes
 from vireo.weights.source import Shared, Tensors, Weights
 from vireo.weights.trained import for_engine
+from vireo.weights.ways import packed, way
 
 
 class Generation:
@@ -114,13 +115,31 @@ class Generation:
 
     def sync(self, version: int) -> None:
         """The engine gets the weights as they are now."""
-        weights = self._weights()
+        weights = self._weights(version)
 
         def send() -> None:
             assert self.session is not None
             self.session.update(weights, str(version))
 
         self._on_main(send)
+
+    def rest(self) -> None:
+        """The engine gives its memory to the trainer, until `sync` and `rise`."""
+
+        def rest() -> None:
+            assert self.session is not None
+            self.session.rest()
+
+        self._on_main(rest)
+
+    def rise(self) -> None:
+        """The engine, which has new weights, generates again."""
+
+        def rise() -> None:
+            assert self.session is not None
+            self.session.rise()
+
+        self._on_main(rise)
 
     def evaluate(self) -> dict[str, float]:
         """Mean rewards on the held-out prompts: `eval_reward` over all of them, and by file and
@@ -202,7 +221,7 @@ class Generation:
             **options,
         )
 
-    def _weights(self) -> Weights:
+    def _weights(self, version: int) -> Weights:
         if self.shared:
             return Shared()
         run, built = self.run, self.run.built
@@ -212,11 +231,23 @@ class Generation:
         def named() -> Iterator[tuple[str, torch.Tensor]]:
             return for_engine(built.engine.policy, plain, built.compute, like, scale)
 
-        if run.parallel.world == 1:
-            return Tensors(named)
-        # Gathering is collective and is done once; sending, which may need two rounds, is not.
-        kept = [(name, value.cpu()) for name, value in named() if run.parallel.main]
-        return Tensors(lambda: iter(kept))
+        source = named
+        if run.parallel.world > 1:
+            # Gathering is collective and is done once; sending, to each engine, is not.
+            kept = [(name, value.cpu()) for name, value in named() if run.parallel.main]
+            source = lambda: iter(kept)  # noqa: E731
+        if not run.parallel.main or run.settings.engine.engine == "embedded":
+            return Tensors(source)
+        engine, gpus = run.settings.engine, run.settings.cluster.rollout_num_gpus_per_engine
+        urls = engine_urls(engine)
+        return packed(
+            way(engine.weight_sync, engine.engine, urls, gpus),
+            source,
+            str(version),
+            urls=urls,
+            model=run.model_folder,
+            folder=run.output,
+        )
 
     @cached_property
     def _names(self) -> tuple[Any, list[str]]:

@@ -18,7 +18,7 @@ from vireo.data.mixture import Mixture, open_mixture
 from vireo.data.prompt_rows import Columns
 from vireo.errors import InputError, RowError
 from vireo.parallel import Parallel
-from vireo.report.console import memory_gb, progress_bar, rollout_line
+from vireo.report.console import memory_gb, progress_bar, rollout_line, used_gb
 from vireo.rl.advantages import GROUPED
 from vireo.rl.figures import rollout_figures
 from vireo.rl.learn import Learned, Learner
@@ -33,6 +33,7 @@ from vireo.trainers.generation import Generation, eval_files
 from vireo.trainers.idle import idle_rollout_settings, idle_settings
 from vireo.trainers.stopping import Stopping
 from vireo.training.engine import TrainEngine
+from vireo.training.offload import Offload
 from vireo.training.optimizer import schedule
 
 BUFFER = "buffer.json"  # in a checkpoint
@@ -60,6 +61,7 @@ class Grpo(base.Run):
                 f"--advantage_estimator {settings.algo.advantage_estimator} compares the responses "
                 "to a prompt: --n_samples_per_prompt must be 2 or more, found 1"
             )
+        check_colocated(settings)
         self.rows = self._open(settings.prompts.prompt_data, data.train_weights)
         files = eval_files(settings.prompts.eval_prompt_data)
         self.evals = {name: self._open([file]) for name, file in files.items()}
@@ -90,10 +92,15 @@ class Grpo(base.Run):
         run, optim = settings.run, settings.optim
         learner = self._learner(engine)
         self.rate = schedule(optim.lr_scheduler, self.steps * self.updates, optim.warmup_ratio)
+        self.offload = offload_of(settings, engine)
+        if self.offload is not None:
+            self.offload.away()
         saved, evaluated, stopped = self.step if self.start_from else -1, -1, 0
         bar = progress_bar(self.steps, self.step, self.parallel.main)
         with generation.opened():
+            self._engine_rests(generation)
             generation.sync(self.step)  # so that what fails in it fails now
+            self._engine_rises(generation)
             if self.evals and self.step < self.steps and self.start_from is None:
                 evaluated = self._evaluate()
             while self.step < self.steps:
@@ -104,9 +111,14 @@ class Grpo(base.Run):
                     break
                 samples = [sample for group in groups for sample in group]
                 seconds = {"generate": time.perf_counter() - clock}
+                used = {"generate": used_gb(self.parallel.device)}
+                self._engine_rests(generation)
+                if self.offload is not None:
+                    seconds["swap"] = time.perf_counter() - clock - seconds["generate"]
                 learned = None
                 if not settings.rollout.debug_rollout_only:
                     learned = self._learn(engine, learner, samples)
+                used["train"] = used_gb(self.parallel.device)
                 self.step += 1
                 self.position += len(groups)
                 sent = time.perf_counter()
@@ -114,10 +126,12 @@ class Grpo(base.Run):
                     generation.sync(self.step)
                 seconds |= {} if learned is None else learned.seconds
                 seconds["weights"] = time.perf_counter() - sent
-                self._log(groups, samples, learned, seconds, time.perf_counter() - clock)
+                self._log(groups, samples, learned, seconds, used, time.perf_counter() - clock)
                 bar.update()
-                if run.save_steps and self.step % run.save_steps == 0:
+                last = self.step == self.steps and not settings.rollout.debug_rollout_only
+                if last or (run.save_steps and self.step % run.save_steps == 0):
                     saved = self._save(engine)
+                self._engine_rises(generation)
                 if self.evals and run.eval_steps and self.step % run.eval_steps == 0:
                     evaluated = self._evaluate()
                 stopped = stopping.asked()
@@ -128,10 +142,23 @@ class Grpo(base.Run):
                 self.folder.say(f"nothing to do: step {self.step} of {self.steps} is done")
                 evaluated = self.step
             elif saved != self.step and not settings.rollout.debug_rollout_only:
+                self._engine_rests(generation)
                 self._save(engine)
             if self.evals and evaluated != self.step and not stopped:
                 self._evaluate()
         return stopped or stopping.asked()
+
+    def _engine_rests(self, generation: Generation) -> None:
+        """Of colocated runs: from here the device is the trainer's."""
+        if self.offload is not None:
+            generation.rest()
+            self.offload.back()
+
+    def _engine_rises(self, generation: Generation) -> None:
+        """And from here the engine's, which has got new weights."""
+        if self.offload is not None:
+            self.offload.away()
+            generation.rise()
 
     def _collect(self, stopping: Stopping) -> list[Group] | None:
         """The groups of a step, on every rank; None: a signal came first."""
@@ -158,6 +185,7 @@ class Grpo(base.Run):
         samples: list[Sample],
         learned: Learned | None,
         seconds: dict[str, float],
+        used: dict[str, float],
         total: float,
     ) -> None:
         """The record of a step, its line, and its samples."""
@@ -172,6 +200,7 @@ class Grpo(base.Run):
         record |= self.generation.metrics()
         tokens = sum(len(sample.prompt_ids) + len(sample.response_ids) for sample in samples)
         record |= {f"seconds/{name}": value for name, value in seconds.items()}
+        record |= {f"device_gb/{name}": value for name, value in used.items() if value}
         record |= {
             "epoch": self.position / self.generation.prompts.epoch,
             "refused_prompts": self.skipped,
@@ -286,6 +315,30 @@ class Grpo(base.Run):
             f"{rollout.rollout_batch_size} x {rollout.n_samples_per_prompt} samples a rollout, "
             f"{self.updates} update(s) on each, {self.steps} rollouts"
         ]
+
+
+def offload_of(settings: Settings, engine: TrainEngine) -> Offload | None:
+    """What moves a colocated trainer out of its engine's way; None: nothing has to."""
+    rollout = settings.rollout
+    if not settings.cluster.colocate or rollout.debug_rollout_only or rollout.debug_train_only:
+        return None
+    return Offload(engine, settings.cluster.trainer_offload)
+
+
+def check_colocated(settings: Settings) -> None:
+    """InputError: trainer and engine cannot take turns."""
+    if not settings.cluster.colocate:
+        return
+    if settings.engine.engine in ("embedded", "vllm"):
+        raise InputError(
+            f"--colocate needs an engine whose memory can come and go, and --engine is "
+            f"{settings.engine.engine}: use sglang or serve"
+        )
+    if settings.rollout.max_staleness:
+        raise InputError(
+            f"--max_staleness {settings.rollout.max_staleness} generates while training, and "
+            "--colocate takes turns: leave one out"
+        )
 
 
 def updates_of(settings: Settings, samples: int) -> int:

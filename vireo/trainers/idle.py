@@ -56,7 +56,9 @@ def idle_settings(settings: Settings) -> list[str]:
 def idle_rollout_settings(settings: Settings) -> list[str]:
     """As `idle_settings`, of what only a trainer with rollouts has."""
     rollout, algo, rewards = settings.rollout, settings.algo, settings.rewards
-    set_tis = sorted(n for n in algo.model_fields_set if n.startswith("tis_"))
+    usual = type(algo)()
+    names = (name for name in type(algo).model_fields if name.startswith("tis_"))
+    set_tis = [name for name in names if getattr(algo, name) != getattr(usual, name)]
     notices = []
     if rollout.n_samples_per_eval_prompt > 1 and not settings.prompts.eval_prompt_data:
         notices.append("--n_samples_per_eval_prompt has no effect without --eval_prompt_data")
@@ -68,7 +70,7 @@ def idle_rollout_settings(settings: Settings) -> list[str]:
             for name in ("ref_load", "ref_offload")
             if getattr(algo, name)
         ]
-    if "kl_loss_type" in algo.model_fields_set and not algo.use_kl_loss:
+    if algo.kl_loss_type != usual.kl_loss_type and not algo.use_kl_loss:
         notices.append("--kl_loss_type has no effect without --use_kl_loss")
     if set_tis and not (algo.use_tis or (algo.use_tis is None and rollout.oldest)):
         notices += [f"--{name} has no effect without --use_tis" for name in set_tis]
