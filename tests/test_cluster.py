@@ -280,3 +280,21 @@ def test_a_wrong_address_is_said_at_once(tmp_path: Path) -> None:
     done = by_ray(tiny("qwen2_5_vl"), prompts, tmp_path / "ray", *more)
     assert done.returncode == 2
     assert "no Ray cluster answers at 127.0.0.1:1" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_published_colocated_script_runs_dry(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    script = ROOT / "tests/test_qwen3-0.6B_fsdp_colocated_2xGPU.sh"
+    env = {"DRY_RUN": "1", "OUT": str(tmp_path), "PYTHON": sys.executable, "RAY_ADDRESS": ""}
+    done = subprocess.run(
+        [str(script), "--report_to", "none"],
+        env=environment() | env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = records(tmp_path / "run")
+    assert len(found) == 2
+    assert all(-1 <= record["reward"] <= 1 and "seconds/swap" in record for record in found)
