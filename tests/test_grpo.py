@@ -20,8 +20,11 @@ from tests.launch import environment, torchrun, vireo
 from tests.rl import curve, evaluations, flags, records, rollouts, train, write_prompts
 from tests.tiny_models import tiny
 from vireo import demo_rl
+from vireo.data.conversation import Conversation, Text, Turn
 from vireo.errors import InputError, RowError
+from vireo.rl.figures import rollout_figures
 from vireo.rollout.engine import EngineError
+from vireo.rollout.sample import Sample
 from vireo.trainers import grpo
 from vireo.trainers.generation import Generation, eval_files
 from vireo.training.checkpoint import checkpoints
@@ -251,11 +254,19 @@ def test_micro_batches_and_packing_do_not_change_what_is_learned(
 def test_a_recorded_rollout_trains_to_the_same_losses(
     unbroken: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    again = (*LONG, f"--debug_train_only={unbroken}")
+    # No engine is opened for it: this one is not installed.
+    again = (*LONG, f"--debug_train_only={unbroken}", "--engine=vllm")
     run = train(tiny(VLM), prompts, tmp_path / "run", *again)
     assert curve(run) == curve(unbroken)
     with pytest.raises(InputError, match=r"--debug_train_only .*step-6\.jsonl.*--num_rollout"):
         train(tiny(VLM), prompts, tmp_path / "more", *again, "--num_rollout=6")
+
+
+def test_what_no_reward_could_score_is_counted() -> None:
+    row = Conversation((Turn("user", (Text("?"),)),))
+    group = [Sample("0", i, row, prompt_ids=[1], response_ids=[2], reward=0.0) for i in range(4)]
+    group[2].metadata["unscored"] = "math: no result after 5 s"
+    assert rollout_figures([group])["unscored"] == 0.25
 
 
 def test_rollouts_alone_train_nothing(unbroken: Path, prompts: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ def notices(more: str) -> list[str]:
     [
         ("--eval_interval 5", "--eval_steps has no effect without --eval_prompt_data"),
         ("--n_samples_per_eval_prompt 4", "without --eval_prompt_data"),
+        ("--debug_train_only r --eval_prompt_data e.jsonl", "no effect with --debug_train_only"),
         ("--reward_url http://h:1", "without --reward remote"),
         ("--ref_load m", "--ref_load has no effect: nothing asks for a reference"),
         ("--ref_offload", "--ref_offload has no effect: nothing asks for a reference"),

@@ -19,6 +19,7 @@ def rollout_figures(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     response_length/mean, max     tokens
     prompt_length/mean            tokens, images expanded
     truncated                     share of responses that the length limit ended
+    unscored                      share of responses that a reward could not score, and that count 0
     samples, groups, response_tokens
     """
     samples = [sample for group in groups for sample in group]
@@ -36,6 +37,7 @@ def rollout_figures(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
         "response_length/max": max(lengths),
         "prompt_length/mean": fmean(len(sample.prompt_ids) for sample in samples),
         "truncated": fmean(sample.finish == "length" for sample in samples),
+        "unscored": fmean("unscored" in sample.metadata for sample in samples),
         "samples": len(samples),
         "groups": len(groups),
         "response_tokens": sum(lengths),

@@ -77,12 +77,13 @@ class Generation:
         self.ahead = rollout.max_staleness
         embedded = settings.engine.engine == "embedded"
         self.shared = embedded and run.parallel.world == 1 and not self.ahead
+        self.replay = rollout.debug_train_only is not None  # then nothing is generated
         self.session: RolloutSession | None = None
         self._asked: dict[str, Prompt] = {}  # by group, of the samples of this step
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        if not self.run.parallel.main:
+        if not self.run.parallel.main or self.replay:
             yield
             return
         bridge = VLMRolloutEngine(self._engine(), self.run.renderer)
@@ -114,7 +115,9 @@ class Generation:
         return self._asked[sample.group]
 
     def sync(self, version: int) -> None:
-        """The engine gets the weights as they are now."""
+        """The engine, if there is one, gets the weights as they are now."""
+        if self.replay:
+            return
         weights = self._weights(version)
 
         def send() -> None:
@@ -175,7 +178,9 @@ class Generation:
 
     def state(self) -> dict[str, Any]:
         """The buffer's, on the main rank."""
-        return {} if self.session is None else self.session.state()
+        if self.session is None:
+            return self.buffer.state() if self.replay else {}
+        return self.session.state()
 
     def metrics(self) -> dict[str, float]:
         found = {} if self.session is None else self.session.metrics()

@@ -63,7 +63,8 @@ class Grpo(base.Run):
             )
         check_colocated(settings)
         self.rows = self._open(settings.prompts.prompt_data, data.train_weights)
-        files = eval_files(settings.prompts.eval_prompt_data)
+        replay = rollout.debug_train_only is not None  # which has no engine to evaluate with
+        files = {} if replay else eval_files(settings.prompts.eval_prompt_data)
         self.evals = {name: self._open([file]) for name, file in files.items()}
         self.samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
         self.updates = updates_of(settings, self.samples)
@@ -122,7 +123,7 @@ class Grpo(base.Run):
                 self.step += 1
                 self.position += len(groups)
                 sent = time.perf_counter()
-                if learned is not None and settings.rollout.debug_train_only is None:
+                if learned is not None:
                     generation.sync(self.step)
                 seconds |= {} if learned is None else learned.seconds
                 seconds["weights"] = time.perf_counter() - sent

@@ -62,6 +62,8 @@ def idle_rollout_settings(settings: Settings) -> list[str]:
     notices = []
     if rollout.n_samples_per_eval_prompt > 1 and not settings.prompts.eval_prompt_data:
         notices.append("--n_samples_per_eval_prompt has no effect without --eval_prompt_data")
+    if rollout.debug_train_only and settings.prompts.eval_prompt_data:
+        notices.append("--eval_prompt_data has no effect with --debug_train_only: no engine runs")
     if rewards.reward_url is not None and "remote" not in (rewards.reward or ()):
         notices.append("--reward_url has no effect without --reward remote")
     if not algo.needs_reference:
