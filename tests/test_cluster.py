@@ -13,9 +13,11 @@ import pytest
 
 from tests.launch import ROOT, environment
 from tests.rl import flags, records, train, write_prompts
+from tests.rows import losses, write_rows
 from tests.tiny_models import tiny
 from vireo.cluster.host import Host
 from vireo.cluster.plan import Node, check_room, plan_of
+from vireo.cluster.run import run as place
 from vireo.cluster.run import with_engine
 from vireo.errors import InputError
 from vireo.settings import load_settings
@@ -263,6 +265,40 @@ def test_two_trainers_and_two_engines(family: str, way: str, tmp_path: Path) -> 
     for one, other in zip(records(tmp_path / "ray"), records(tmp_path / "alone"), strict=True):
         assert one["reward"] == pytest.approx(other["reward"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_fine_tuning_through_ray_is_that_of_torchrun(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    data = write_rows(tmp_path / "data", [1, 0, 2, 1, 0, 0, 1, 3])
+    words = f"""--trainer fsdp_vlm --vlm_model_name_or_path {tiny("qwen2_5_vl")}
+        --train_file {data} --max_steps 3 --per_device_train_batch_size 2 --report_to none
+        --freeze_vision false --lr 1e-3 --check_steps 0""".split()
+    starts = {
+        "ray": ["-m", "vireo.train", "--launcher=ray", "--actor_num_gpus_per_node=2"],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
+    }
+    for name, start in starts.items():
+        more = ["-m", "vireo.train"] if name == "torchrun" else []
+        done = subprocess.run(
+            [sys.executable, *start, *more, *words, "--output_dir", str(tmp_path / name)],
+            cwd=ROOT,
+            env=environment() | {"RAY_ADDRESS": ""},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(tmp_path / "ray") == losses(tmp_path / "torchrun")
+
+
+def test_a_wrong_reward_is_said_before_anything_starts(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "data", [0])
+    more = ("--actor_num_gpus_per_node=1", "--engine=serve", "--reward=last_intger")
+    words = flags(tiny("qwen2_5_vl"), prompts, tmp_path / "run", *more)
+    pytest.importorskip("ray")
+    with pytest.raises(InputError, match="did you mean last_integer"):
+        place(load_settings(words))
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from typing import Any
 from vireo.cluster.host import Host
 from vireo.cluster.plan import Node, Plan, check_room, plan_of
 from vireo.errors import InputError, VireoError, first_line
+from vireo.rewards import Rewards
 from vireo.rollout.launch import SGLANG_ENV, VLLM_ENV, Keys
 from vireo.rollout.open import PLACED, server_command
 from vireo.settings import Settings
@@ -45,6 +46,7 @@ def run(settings: Settings) -> int:
         raise InputError("Ray is not installed: pip install 'vireo-vl[ray]'") from error
 
     settings = with_engine(settings)
+    check_rewards(settings)
     plan = plan_of(settings)
     for note in plan.notes:
         print(f"note: {note}", flush=True)
@@ -66,6 +68,16 @@ def with_engine(settings: Settings) -> Settings:
         kind = "vllm" if engine.vllm_url else "sglang"
         return settings.model_copy(update={"engine": engine.model_copy(update={"engine": kind})})
     return settings
+
+
+def check_rewards(settings: Settings) -> None:
+    """InputError: they are missing, or there are none of their names. The trainers say so too, but
+    minutes later, when engines have started."""
+    rewards = settings.rewards
+    if settings.rollout_trainer and rewards.reward is not None:
+        Rewards(rewards.reward, rewards.reward_weights, url=rewards.reward_url)
+    elif settings.rollout_trainer:
+        raise InputError("--reward is missing: what a response is worth; `vireo rewards`")
 
 
 @contextlib.contextmanager
