@@ -5,10 +5,12 @@ Run by `make test-gpu`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,14 +24,19 @@ from vireo.data.ragged import Batch
 from vireo.data.render import Renderer
 from vireo.families.tiny import build
 from vireo.models.attention import Bounds, attend
-from vireo.models.build import ModelSpec, build_policy
+from vireo.models.build import ModelSpec, build_policy, whole_model
+from vireo.models.load import targets_of
 from vireo.models.recompute import Recomputed, by_memory
 from vireo.parallel import Parallel
+from vireo.rollout.open import open_engine
 from vireo.settings import load_settings
+from vireo.settings.rollout import EngineSettings
 from vireo.trainers import registry
 from vireo.training.alarms import complaint
 from vireo.training.checkpoint import checkpoints
 from vireo.training.export import export
+from vireo.weights.named import published
+from vireo.weights.source import Folder, Tensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -233,3 +240,32 @@ def test_memory_foretells_how_many_layers_to_recompute(tmp_path: Path) -> None:
     assert said
     kept = (kept_with(0) - kept_with(6)) / 6 + 8192 * 512 * 4  # a recomputed one keeps its input
     assert float(said[1]) == pytest.approx(kept / (1 << 30), rel=0.2)
+
+
+def test_an_engine_reads_weights_from_the_trainers_gpu(base: Path) -> None:
+    folder = str(base / "model")
+    made = Renderer(folder)
+    hf = whole_model(made.config, made.family, folder, torch.bfloat16).to("cuda")
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+
+    def named() -> Iterator[tuple[str, torch.Tensor]]:
+        return published(hf, made.family, targets_of(hf)[0].items())
+
+    async def run() -> list[dict[str, str]]:
+        engine = open_engine(EngineSettings(engine="serve"), folder, made)
+        await engine.start()
+        try:
+            found = [await engine.checksums()]
+            for i, weights in enumerate((Tensors(named), Tensors(named, on_gpu=True))):
+                await engine.update_weights(Folder(folder), f"home {i}")
+                await engine.update_weights(weights, f"there {i}")
+                found.append(await engine.checksums())
+            return found
+        finally:
+            await engine.close()
+
+    home, by_memory, by_gpu = asyncio.run(run())
+    assert by_memory == by_gpu
+    assert all(home[name] != by_gpu[name] for name in home)

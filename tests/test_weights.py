@@ -47,7 +47,7 @@ from vireo.parallel import alone
 from vireo.rollout.engine import EngineError, EngineGone
 from vireo.weights import payload
 from vireo.weights.group import join, listen
-from vireo.weights.named import compare, published, shapes
+from vireo.weights.named import Names, compare, published, shapes
 from vireo.weights.payload import packed, unpack
 from vireo.weights.push import push
 from vireo.weights.receive import Receiver
@@ -76,7 +76,7 @@ def trained(family: str) -> Any:
 
 def sent(family: str, **options: Any) -> dict[str, torch.Tensor]:
     hf = trained(family)
-    return dict(published(hf, FAMILIES[family], hf.named_parameters(), **options))
+    return dict(Names(hf, FAMILIES[family]).published(hf.named_parameters(), **options))
 
 
 def source(tensors: dict[str, torch.Tensor]) -> Tensors:

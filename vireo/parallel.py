@@ -94,7 +94,9 @@ class Parallel:
 
 def whole(value: Tensor) -> Tensor:
     """All of a tensor that may be sharded; collective if it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    return value.full_tensor() if value.device_mesh.size() > 1 else value.to_local()
 
 
 def alone() -> Parallel:

@@ -24,8 +24,8 @@ from vireo.rollout.open import engine_urls, open_engine
 from vireo.rollout.sample import Sample, Sampling
 from vireo.rollout.session import RolloutSession
 from vireo.trainers.base import Run
-from vireo.weights.named import shapes
-from vireo.weights.source import Shared, Tensors, Weights
+from vireo.weights.named import Names, shapes
+from vireo.weights.source import Shared, Sizes, Tensors, Weights, sizes_of
 from vireo.weights.trained import for_engine
 from vireo.weights.ways import packed, way
 
@@ -80,6 +80,7 @@ class Generation:
         self.replay = rollout.debug_train_only is not None  # then nothing is generated
         self.session: RolloutSession | None = None
         self._asked: dict[str, Prompt] = {}  # by group, of the samples of this step
+        self._sizes: Sizes | None = None  # of what is sent, always the same
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -231,10 +232,10 @@ class Generation:
             return Shared()
         run, built = self.run, self.run.built
         scale = None if built.adapters is None else built.adapters["alpha"] / built.adapters["r"]
-        plain, like = self._names
+        names, like = self._names
 
         def named() -> Iterator[tuple[str, torch.Tensor]]:
-            return for_engine(built.engine.policy, plain, built.compute, like, scale)
+            return for_engine(built.engine.policy, names, built.compute, like, scale)
 
         source = named
         if run.parallel.world > 1:
@@ -243,22 +244,27 @@ class Generation:
             source = lambda: iter(kept)  # noqa: E731
         if not run.parallel.main or run.settings.engine.engine == "embedded":
             return Tensors(source)
-        engine, gpus = run.settings.engine, run.settings.cluster.rollout_num_gpus_per_engine
+        engine, cluster = run.settings.engine, run.settings.cluster
         urls = engine_urls(engine)
+        self._sizes = self._sizes or sizes_of(source)
         return packed(
-            way(engine.weight_sync, engine.engine, urls, gpus),
+            way(engine.weight_sync, engine.engine, urls, cluster.rollout_num_gpus_per_engine),
             source,
             str(version),
+            sizes=self._sizes,
+            # Of an engine elsewhere it is not known whether it sees this process's GPU.
+            on_gpu=run.parallel.world == 1 and (cluster.colocate or not urls),
             urls=urls,
             model=run.model_folder,
             folder=run.output,
         )
 
     @cached_property
-    def _names(self) -> tuple[Any, list[str]]:
-        """For every sync: a model without memory, and the names of the engine's checkpoint."""
+    def _names(self) -> tuple[Names, list[str]]:
+        """For every sync: names of the model, and those of the engine's checkpoint."""
         run = self.run
-        return empty_policy(run.renderer.config, run.family).hf, list(shapes(run.model_folder))
+        plain = empty_policy(run.renderer.config, run.family).hf
+        return Names(plain, run.family), list(shapes(run.model_folder))
 
     def _on_main(self, call: Callable[[], Any]) -> Any:
         """What `call` returns on the main rank, on every rank; what it raises ends all of them."""

@@ -101,7 +101,7 @@ class Grpo(base.Run):
         with generation.opened():
             self._engine_rests(generation)
             generation.sync(self.step)  # so that what fails in it fails now
-            self._engine_rises(generation)
+            risen = self._engine_rises(generation)
             if self.evals and self.step < self.steps and self.start_from is None:
                 evaluated = self._evaluate()
             while self.step < self.steps:
@@ -113,9 +113,9 @@ class Grpo(base.Run):
                 samples = [sample for group in groups for sample in group]
                 seconds = {"generate": time.perf_counter() - clock}
                 used = {"generate": used_gb(self.parallel.device)}
-                self._engine_rests(generation)
+                rested = self._engine_rests(generation, used)
                 if self.offload is not None:
-                    seconds["swap"] = time.perf_counter() - clock - seconds["generate"]
+                    seconds["swap"] = risen + rested
                 learned = None
                 if not settings.rollout.debug_rollout_only:
                     learned = self._learn(engine, learner, samples)
@@ -127,12 +127,13 @@ class Grpo(base.Run):
                     generation.sync(self.step)
                 seconds |= {} if learned is None else learned.seconds
                 seconds["weights"] = time.perf_counter() - sent
-                self._log(groups, samples, learned, seconds, used, time.perf_counter() - clock)
+                total = time.perf_counter() - clock + risen
+                self._log(groups, samples, learned, seconds, used, total)
                 bar.update()
                 last = self.step == self.steps and not settings.rollout.debug_rollout_only
                 if last or (run.save_steps and self.step % run.save_steps == 0):
                     saved = self._save(engine)
-                self._engine_rises(generation)
+                risen = self._engine_rises(generation)
                 if self.evals and run.eval_steps and self.step % run.eval_steps == 0:
                     evaluated = self._evaluate()
                 stopped = stopping.asked()
@@ -149,17 +150,26 @@ class Grpo(base.Run):
                 self._evaluate()
         return stopped or stopping.asked()
 
-    def _engine_rests(self, generation: Generation) -> None:
-        """Of colocated runs: from here the device is the trainer's."""
-        if self.offload is not None:
-            generation.rest()
-            self.offload.back()
+    def _engine_rests(self, generation: Generation, used: dict[str, float] | None = None) -> float:
+        """Of colocated runs: from here the device is the trainer's. Seconds that it took; `used`
+        gets the memory that is in use when both sleep."""
+        if self.offload is None:
+            return 0.0
+        clock = time.perf_counter()
+        generation.rest()
+        if used is not None:
+            used["asleep"] = used_gb(self.parallel.device)
+        self.offload.back()
+        return time.perf_counter() - clock
 
-    def _engine_rises(self, generation: Generation) -> None:
+    def _engine_rises(self, generation: Generation) -> float:
         """And from here the engine's, which has got new weights."""
-        if self.offload is not None:
-            self.offload.away()
-            generation.rise()
+        if self.offload is None:
+            return 0.0
+        clock = time.perf_counter()
+        self.offload.away()
+        generation.rise()
+        return time.perf_counter() - clock
 
     def _collect(self, stopping: Stopping) -> list[Group] | None:
         """The groups of a step, on every rank; None: a signal came first."""

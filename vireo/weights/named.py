@@ -32,6 +32,7 @@ class Names:
     """What exports call the tensors of a model, tied ones once. `shapes`: of checkpoint names."""
 
     def __init__(self, hf: Any, family: Family):
+        self.hf, self.family = hf, family
         targets, self.tied = targets_of(hf)
         self.layout = Layout(hf, targets | {n: targets[other] for n, other in self.tied.items()})
         save_as_published(hf)
@@ -61,36 +62,44 @@ class Names:
             return self.by_name[self.tied[name]].pieces[0].key
         return None if key in self.layout.known else self._inner.get(self.layout.inner(key))
 
+    def published(
+        self, tensors: Iterable[tuple[str, Tensor]], like: Iterable[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, tensor) of full tensors that come under their names in memory.
+
+        Only those that are converted together wait for each other. `like`: the names of the
+        checkpoint that an engine has, where they are not an export's. InputError: a tensor that a
+        checkpoint does not have (an adapter), or one that is lacking for a conversion.
+        """
+        called: dict[str | None, list[str]] = {}
+        for key in like:
+            called.setdefault(self.exported(key), []).append(key)
+        waiting: dict[tuple[str, ...], dict[str, Tensor]] = {}
+        for name, tensor in tensors:
+            if name in self.tied:
+                continue
+            if (group := self.by_name.get(name)) is None:
+                raise InputError(
+                    f"{name} is in no {self.family.name} checkpoint; merge adapters first"
+                )
+            parts = waiting.setdefault(group.names, {})
+            parts[name] = tensor.detach()
+            if len(parts) == len(group.names):
+                del waiting[group.names]
+                made = {group.pieces[0].key: parts[name]}
+                if group.pieces[0].pattern is not None:
+                    made = revert_weight_conversion(self.hf, parts)
+                yield from ((each, t) for key, t in made.items() for each in called.get(key, [key]))
+        if waiting:
+            lone = min(next(iter(waiting.values())))
+            raise InputError(f"lacking beside {lone}: what it goes with")
+
 
 def published(
-    hf: Any, family: Family, tensors: Iterable[tuple[str, Tensor]], like: Iterable[str] = ()
+    hf: Any, family: Family, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, tensor) of full tensors that come under their names in memory.
-
-    Only those that are converted together wait for each other. `like`: the names of the checkpoint
-    that an engine has, where they are not an export's. InputError: a tensor that a checkpoint does
-    not have (an adapter), or one that is lacking for a conversion.
-    """
-    names = Names(hf, family)
-    called: dict[str | None, list[str]] = {}
-    for key in like:
-        called.setdefault(names.exported(key), []).append(key)
-    waiting: dict[tuple[str, ...], dict[str, Tensor]] = {}
-    for name, tensor in tensors:
-        if name in names.tied:
-            continue
-        if (group := names.by_name.get(name)) is None:
-            raise InputError(f"{name} is in no {family.name} checkpoint; merge adapters first")
-        parts = waiting.setdefault(group.names, {})
-        parts[name] = tensor.detach()
-        if len(parts) == len(group.names):
-            del waiting[group.names]
-            made = {group.pieces[0].key: parts[name]}
-            if group.pieces[0].pattern is not None:
-                made = revert_weight_conversion(hf, parts)
-            yield from ((each, t) for key, t in made.items() for each in called.get(key, [key]))
-    if waiting:
-        raise InputError(f"lacking beside {min(next(iter(waiting.values())))}: what it goes with")
+    """`Names.published`, for once."""
+    return Names(hf, family).published(tensors)
 
 
 def shapes(folder: str) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import math
 import os
 import pickle
 import shutil
@@ -22,22 +21,25 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import rebuild_storage_filename
 
 from vireo.errors import InputError, VireoError, first_line
+from vireo.weights.flat import Named, copied, laid_out
+from vireo.weights.gpu_payload import rebuilt_on_gpu
 
-Named = tuple[str, Tensor]
 SHARED = "/dev/shm"
-ALIGN = 64  # bytes: a tensor of any type may start there
 # torch counts a reading down when it ends, and whoever comes to 0 deletes the memory: never, if a
 # reader does not come, and a process that finds it gone by then aborts. So memory is deleted here
 # alone, and counted up before for more readings than there are.
 READS = 1000
 
+CUDA = ("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
 ALLOWED = {
     ("collections", "OrderedDict"),
     ("torch", "Size"),
     ("torch", "Tensor"),
+    CUDA,
     ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
     ("torch.multiprocessing.reductions", "rebuild_tensor"),
     ("torch.multiprocessing.reductions", "rebuild_typed_storage"),
+    ("torch.storage", "TypedStorage"),
     ("torch.storage", "UntypedStorage"),
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
 }
@@ -47,16 +49,13 @@ ALLOWED = {
 def packed(named: Sequence[Named]) -> Iterator[list[str]]:
     """Payloads by rank of the engine (one rank) of copies in shared memory. The memory is given
     back at the end, whether or not anyone has read it. VireoError: there is not enough of it."""
-    starts, size = [], 0
-    for _, tensor in named:
-        starts.append(size)
-        size += math.ceil(max(tensor.nbytes, 1) / ALIGN) * ALIGN
+    starts, size = laid_out(named)
     if size > (free := shutil.disk_usage(SHARED).free):
         raise VireoError(
             f"{SHARED} has {free} bytes left and weights need {size} at a time: make it larger "
             "(docker run --shm-size), or send weights through a folder"
         )
-    storage = UntypedStorage._new_using_filename_cpu(max(size, ALIGN))
+    storage = UntypedStorage._new_using_filename_cpu(size)
     place = SHARED + storage._share_filename_cpu_()[1].decode()
     for _ in range(READS):
         storage._shared_incref()
@@ -68,13 +67,8 @@ def packed(named: Sequence[Named]) -> Iterator[list[str]]:
 
 
 def _pickled(storage: UntypedStorage, named: Sequence[Named], starts: list[int]) -> str:
-    copies = []
-    for (name, tensor), start in zip(named, starts):
-        copy = torch.empty(0, dtype=tensor.dtype)
-        copy.set_(storage, start // tensor.itemsize, tensor.shape)  # type: ignore[call-overload]
-        copies.append((name, copy.copy_(tensor.detach())))
     out = io.BytesIO()
-    _Pickler(out).dump(copies)
+    _Pickler(out).dump(copied(named, storage, starts))
     return base64.b64encode(out.getvalue()).decode()
 
 
@@ -94,7 +88,7 @@ def unpack(payload: str) -> list[Named]:
     """(name, tensor) pairs of a payload, in the sender's memory.
 
     InputError: it is none, its memory is gone, or it names anything but what torch needs for
-    tensors of the CPU; what it names is not run.
+    tensors; what it names is not run.
     """
     try:
         found = _Unpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
@@ -113,4 +107,6 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
             raise InputError(f"a payload of weights names {module}.{name}, which is not allowed")
+        if (module, name) == CUDA:
+            return rebuilt_on_gpu
         return super().find_class(module, name)

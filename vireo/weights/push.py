@@ -9,23 +9,23 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from vireo.errors import InputError
 from vireo.models.load import weight_files
 from vireo.rollout import protocol
 from vireo.rollout.engine import EngineError
 from vireo.threads import in_thread
+from vireo.weights.gpu_payload import packed_on_gpu
 from vireo.weights.group import join, known, listen
 from vireo.weights.named import Shapes, compare, shapes
 from vireo.weights.payload import packed
-from vireo.weights.source import Broadcast, Folder, Shared, Tensors, Weights
+from vireo.weights.source import Broadcast, Folder, Shared, Sizes, Tensors, Weights, sizes_of
 
 Post = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 Bucket = list[tuple[str, Tensor]]
-Sizes = dict[str, tuple[tuple[int, ...], int]]
 Send = Callable[[Post, Bucket, dict[str, Any]], Awaitable[None]]
 T = TypeVar("T")
 
@@ -77,17 +77,14 @@ async def push(
         await _ask(post, protocol.UPDATE_DISK, body | {"weight_version": version})
         size = sum(file.stat().st_size for file in weight_files(weights.path))
         return Pushed(len(found), size, time.monotonic() - start)
-    sizes: Sizes = {}
-    for name, tensor in weights.named():
-        if name in sizes:
-            raise InputError(f"{name} would be sent twice")
-        sizes[name] = (tuple(tensor.shape), tensor.nbytes)
+    sizes = weights.sizes or sizes_of(weights.named)
     compare({n: shape for n, (shape, _) in sizes.items()}, expected, more=UNSENT)
     left = set(sizes)
     async with contextlib.AsyncExitStack() as stack:
-        send: Send = _send_shared
         if isinstance(weights, Broadcast):
             send = await stack.enter_async_context(_group(post, weights))
+        else:
+            send = partial(_send_shared, weights.on_gpu)
         if sessions:
             await stack.enter_async_context(_session(post))
         for bucket in _buckets(weights, sizes, bucket_bytes):
@@ -144,8 +141,9 @@ async def _then(post: Post, path: str, body: dict[str, Any]) -> AsyncIterator[No
     await _ask(post, path, body)
 
 
-async def _send_shared(post: Post, bucket: Bucket, more: dict[str, Any]) -> None:
-    with packed(bucket) as payloads:
+async def _send_shared(on_gpu: bool, post: Post, bucket: Bucket, more: dict[str, Any]) -> None:
+    on_gpu = on_gpu and all(tensor.is_cuda for _, tensor in bucket)
+    with packed_on_gpu(bucket) if on_gpu else packed(bucket) as payloads:
         await _ask(post, protocol.UPDATE_TENSOR, {"serialized_named_tensors": payloads, **more})
 
 

@@ -15,7 +15,7 @@ from vireo.families import Family
 from vireo.models.load import fill_from_checkpoint, targets_of
 from vireo.parallel import alone
 from vireo.weights.group import TIMEOUT_S, Group, join
-from vireo.weights.named import Names, Shapes, compare, published
+from vireo.weights.named import Names, Shapes, compare
 from vireo.weights.payload import unpack
 
 Pairs = Iterable[tuple[str, Tensor]]
@@ -99,7 +99,7 @@ class Receiver:
     def checksums(self) -> dict[str, str]:
         """Checkpoint name -> 16 hex digits, a hash of the bytes that the model has: the same for
         equal values of equal type in any process."""
-        found = published(self.hf, self.family, targets_of(self.hf)[0].items())
+        found = self.names.published(targets_of(self.hf)[0].items())
         return {name: _hash(tensor) for name, tensor in found}
 
     def _group(self, name: str) -> Group:

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from vireo.errors import InputError
+
+Named = Callable[[], Iterator[tuple[str, Tensor]]]
+Sizes = dict[str, tuple[tuple[int, ...], int]]  # name -> shape, bytes
+
 
 @dataclass(frozen=True)
 class Folder:
@@ -18,16 +23,21 @@ class Folder:
 @dataclass(frozen=True)
 class Tensors:
     """Tensors of this process, one at a time, under checkpoint names; sent over shared memory on
-    the same machine. `named` may be called several times: first to check names and shapes."""
+    the same machine. `named` is called twice, first to check names and shapes, unless `sizes` has
+    them. `on_gpu`: tensors of a GPU stay there, where the engine, which must see that GPU, reads
+    them."""
 
-    named: Callable[[], Iterator[tuple[str, Tensor]]]
+    named: Named
+    sizes: Sizes | None = None
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True)
 class Broadcast:
     """As `Tensors`, sent over a process group of this process (rank 0) and the engine."""
 
-    named: Callable[[], Iterator[tuple[str, Tensor]]]
+    named: Named
+    sizes: Sizes | None = None
     address: str = "127.0.0.1"
     backend: str = "gloo"
 
@@ -38,3 +48,13 @@ class Shared:
 
 
 Weights = Folder | Tensors | Broadcast | Shared
+
+
+def sizes_of(named: Named) -> Sizes:
+    """InputError: a name comes twice."""
+    sizes: Sizes = {}
+    for name, tensor in named():
+        if name in sizes:
+            raise InputError(f"{name} would be sent twice")
+        sizes[name] = (tuple(tensor.shape), tensor.nbytes)
+    return sizes

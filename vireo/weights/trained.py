@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from vireo.models.names import is_adapter, plain_name
 from vireo.models.policy import Policy
 from vireo.parallel import whole
-from vireo.weights.named import published
+from vireo.weights.named import Names
 
 BASE, ADAPTERS = ".base_layer.weight", (".lora_A.default.weight", ".lora_B.default.weight")
 
@@ -34,12 +33,12 @@ def merged(policy: Policy, scale: float | None = None) -> Iterator[tuple[str, Te
 
 def for_engine(
     policy: Policy,
-    plain: Any,
+    names: Names,
     dtype: torch.dtype,
     like: Iterable[str],
     scale: float | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, tensor in `dtype`) of `merged`. `plain`: the transformers model without
-    adapters, which needs no memory, for its names; `like`: those that the engine knows."""
-    for name, value in published(plain, policy.family, merged(policy, scale), like):
+    """(checkpoint name, tensor in `dtype`) of `merged`. `names`: of the transformers model without
+    adapters, which needs no memory; `like`: those that the engine knows."""
+    for name, value in names.published(merged(policy, scale), like):
         yield name, value.to(dtype) if value.is_floating_point() else value

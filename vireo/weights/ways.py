@@ -5,16 +5,12 @@ from __future__ import annotations
 import ipaddress
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from torch import Tensor
-
 from vireo.weights.folder import write_weights
-from vireo.weights.source import Broadcast, Folder, Tensors, Weights
-
-Named = Callable[[], Iterator[tuple[str, Tensor]]]
+from vireo.weights.source import Broadcast, Folder, Named, Sizes, Tensors, Weights
 
 
 def way(chosen: str | None, engine: str, urls: Sequence[str], gpus: int = 1) -> str:
@@ -52,11 +48,19 @@ def _is_loopback(host: str) -> bool:
 
 
 def packed(
-    how: str, named: Named, version: str, *, urls: Sequence[str], model: str, folder: Path
+    how: str,
+    named: Named,
+    version: str,
+    *,
+    urls: Sequence[str],
+    model: str,
+    folder: Path,
+    sizes: Sizes | None = None,
+    on_gpu: bool = False,
 ) -> Weights:
     """The tensors of `named` ready to be sent `how`. `disk`: they are written into a folder under
     `folder`, which must be seen by the engines too, and the one of the version before is removed.
-    `model`: the folder that engines were started from."""
+    `model`: the folder that engines were started from. `on_gpu`: engines see this process's GPU."""
     if how == "disk":
         out = folder / f"weights-{version}"
         old = [path for path in folder.glob("weights-*") if path != out]
@@ -66,5 +70,5 @@ def packed(
             shutil.rmtree(path)
         return Folder(str(out.resolve()))
     if how == "group":
-        return Broadcast(named, address=address_towards(urls[0]) if urls else "127.0.0.1")
-    return Tensors(named)
+        return Broadcast(named, sizes, address_towards(urls[0]) if urls else "127.0.0.1")
+    return Tensors(named, sizes, on_gpu)
