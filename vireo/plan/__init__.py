@@ -1,0 +1,1 @@
+"""What a training run will cost, before it runs: the work of a step, its memory, its seconds."""
