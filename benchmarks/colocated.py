@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 PHASES = ("generate", "swap", "prepare", "logprobs", "update", "weights")
-MEMORY = ("generate", "asleep", "train")
+MEMORY = ("generate", "asleep", "engine_asleep", "train")
 
 
 def even(sample: Any) -> float:

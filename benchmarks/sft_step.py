@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="rows of an optimizer step")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--model", help="folder of such a model, if it is written already")
     parser.add_argument("--flags", default="", help="more flags for the trainer")
     given = parser.parse_args()
     from vireo.settings import load_settings
@@ -56,12 +57,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         started = time.perf_counter()
-        write_3b(folder / "model", given.layers)
-        print(f"model written in {time.perf_counter() - started:.0f} s", flush=True)
+        if given.model is None:
+            write_3b(folder / "model", given.layers)
+            print(f"model written in {time.perf_counter() - started:.0f} s", flush=True)
         rows = write_rows(folder, given.rows * 2)
         settings = load_settings(
             [
-                f"--vlm_model_name_or_path={folder / 'model'}",
+                f"--vlm_model_name_or_path={given.model or folder / 'model'}",
                 f"--train_file={rows}",
                 f"--output_dir={folder / 'run'}",
                 f"--max_steps={given.steps}",

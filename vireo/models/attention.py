@@ -86,6 +86,7 @@ def mask_or_bounds(*args: Any, **kwargs: Any) -> Any:
     return sdpa_mask(*args, **kwargs) if bounds is None else bounds
 
 
+@torch.compiler.disable  # kernels of its own, and bounds that are other ones in every micro-batch
 def attend(
     module: nn.Module,
     q_1HTD: Tensor,

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 
 from vireo.data.model_folder import running_code
 from vireo.families import Family
+from vireo.models.compiled import compile_layers
 from vireo.models.load import fill_from_checkpoint
 from vireo.models.lora import Lora, add_adapters, fill_adapters, init_adapters
 from vireo.models.names import check_layers, freeze, wrap_classes
@@ -45,6 +46,7 @@ class ModelSpec:
     lora: Lora | None = None
     adapter: str | None = None
     seed: int = 0
+    compile: bool = False
 
 
 def build_policy(
@@ -73,6 +75,8 @@ def build_policy(
     if spec.shard or spec.recompute != "none":
         check_layers(policy.hf, family)
     classes, notice = wrap_classes(policy.hf, family, list(spec.wrap) if spec.wrap else None)
+    if spec.compile:
+        compile_layers(policy.hf, classes | set(family.vision_layers))
     wrap_layers(policy.hf, classes, spec.recompute)
     if spec.shard:
         shard(policy, family, classes, spec.dtype, parallel)

@@ -24,6 +24,13 @@ def used_gb(device: torch.device) -> float:
     return (total - free) / 1e9
 
 
+def others_gb(device: torch.device) -> float:
+    """Of `used_gb`, what this process's allocator has not got: other processes, CUDA's own."""
+    if device.type != "cuda":
+        return 0.0
+    return used_gb(device) - torch.cuda.memory_reserved(device) / 1e9
+
+
 def step_line(record: dict[str, Any], steps: int) -> str:
     if record["loss"] is None:
         return f"step {record['step']}/{steps}  no row of this step could be used"

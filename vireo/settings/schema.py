@@ -53,6 +53,11 @@ class ModelSettings(Section):
     chat_template: Literal["qwen", "llava", "minicpm", "llama32v"] | None = Field(
         default=None, description="Chat template to render turns with. Default: the model's own."
     )
+    compile: bool = Field(
+        default=False,
+        description="Compile decoder and vision layers (torch.compile): faster steps after a "
+        "longer first one, and other roundings.",
+    )
 
 
 class DataSettings(Section):

@@ -64,6 +64,7 @@ def build_engine(
         lora=lora,
         adapter=adapter,
         seed=settings.run.seed,
+        compile=settings.model.compile,
     )
     together = family.has_vision and family.can_mix
     policy, notice = build_policy(

@@ -18,7 +18,7 @@ from vireo.data.mixture import Mixture, open_mixture
 from vireo.data.prompt_rows import Columns
 from vireo.errors import InputError, RowError
 from vireo.parallel import Parallel
-from vireo.report.console import memory_gb, progress_bar, rollout_line, used_gb
+from vireo.report.console import memory_gb, others_gb, progress_bar, rollout_line, used_gb
 from vireo.rl.advantages import GROUPED
 from vireo.rl.figures import rollout_figures
 from vireo.rl.learn import Learned, Learner
@@ -152,13 +152,15 @@ class Grpo(base.Run):
 
     def _engine_rests(self, generation: Generation, used: dict[str, float] | None = None) -> float:
         """Of colocated runs: from here the device is the trainer's. Seconds that it took; `used`
-        gets the memory that is in use when both sleep."""
+        gets the memory that is in use when both sleep, and the part of it that is not this
+        process's."""
         if self.offload is None:
             return 0.0
         clock = time.perf_counter()
         generation.rest()
         if used is not None:
             used["asleep"] = used_gb(self.parallel.device)
+            used["engine_asleep"] = others_gb(self.parallel.device)
         self.offload.back()
         return time.perf_counter() - clock
 
