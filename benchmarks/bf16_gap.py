@@ -15,6 +15,7 @@ together        rows of a micro-batch packed (padded where the family cannot pac
 alone           each row by itself, as it is generated
 image by image  packed, each picture through the tower in a call of its own
 trainer itself  together against alone: no engine
+other format    together against the same in float32 (or bfloat16): the trainer's noise floor
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from vireo.models.build import whole_model
 from vireo.models.policy import Policy
 from vireo.models.tower import image_by_image
 from vireo.rl.score import Shape, score
-from vireo.rl.swaps import Pair
+from vireo.rl.swaps import Pair, in_format
 from vireo.rollout import VLMRolloutEngine
 from vireo.rollout.open import open_engine
 from vireo.rollout.sample import Sampling
@@ -147,6 +148,11 @@ def measure(given: argparse.Namespace) -> dict:
         result["ways"][name]["by_response"] = {k: one.tolist() for k, one in parts.items()}
     own = {k: sums(scores["together"][k], scores["alone"][k], lengths) for k in kinds}
     result["ways"]["trainer itself"] = compared(own, lengths)
+    dtype = torch.float32 if given.dtype == "bf16" else torch.bfloat16
+    with in_format(policy, dtype):
+        other = {k: score(policy, made, some) for k, some in pairs.items()}
+    floor = {k: sums(scores["together"][k], other[k], lengths) for k in kinds}
+    result["ways"]["other format"] = compared(floor, lengths)
     return result
 
 

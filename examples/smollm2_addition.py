@@ -9,8 +9,8 @@ answer is right. No fine-tuning before. A third of the sums, 3 + 4 with 4 + 3, i
 with `--engine sglang` the run starts a stock SGLang server and rolls out with it, with `--engine
 sglang --sglang_url URL` it takes one that is there.
 
-Not yet run whole. Its first 8 steps on one H200 (embedded engine, beside two other runs) took the
-mean reward of a step from 0.11 to 0.94; held out, it was 0.15 before.
+On one H200 with a stock SGLang 0.5.17 server (seeds 0 and 1 side by side, beside three other runs):
+held-out reward from 0.156 and 0.161 to 0.994 and 0.973, in 111 s each. docs/grpo.md has the curves.
 """
 
 from __future__ import annotations
