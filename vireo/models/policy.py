@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vireo.data.nested import nest, with_blank
 from vireo.data.ragged import IGNORE, TRAINER_KEYS
 from vireo.families import Family
+from vireo.models.aligned import align_gated
 from vireo.models.attention import packed_rows, use_varlen
 from vireo.models.heads import Softmax, token_logprobs
 
@@ -27,6 +28,7 @@ class Policy(nn.Module):
         super().__init__()
         self.hf, self.family = hf, family
         use_varlen(hf, family)
+        align_gated(hf)
         self.dummy = dummy  # one smallest image, for micro-batches without images
         self._nothing: Tensor | None = None
         if dummy is not None and not family.remote:

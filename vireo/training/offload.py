@@ -9,6 +9,7 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 from vireo.training.engine import TrainEngine
+from vireo.training.pinned import Pinned
 
 
 class Offload:
@@ -22,16 +23,19 @@ class Offload:
     def __init__(self, engine: TrainEngine, what: str = "all"):
         self.engine, self.what = engine, what
         self._kept: list[tuple[UntypedStorage, Tensor]] = []
+        self._host: Pinned | None = None  # for the whole run: locking its pages takes seconds
 
     def away(self) -> None:
         if self._kept:
             return
         self.engine.reshard()
         cuda = self.engine.parallel.device.type == "cuda"
-        for storage in self._storages():
-            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            kept = torch.empty(len(flat), dtype=torch.uint8, pin_memory=cuda)
-            self._kept.append((storage, kept.copy_(flat, non_blocking=cuda)))
+        storages = list(self._storages())
+        host, start = self._room(sum(storage.nbytes() for storage in storages), cuda), 0
+        for storage in storages:
+            kept = host[start : start + storage.nbytes()]
+            self._kept.append((storage, kept.copy_(_bytes(storage), non_blocking=cuda)))
+            start += storage.nbytes()
         if cuda:
             torch.cuda.synchronize()
         for storage, _ in self._kept:
@@ -42,11 +46,19 @@ class Offload:
     def back(self) -> None:
         for storage, kept in self._kept:
             storage.resize_(len(kept))
-            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            flat.copy_(kept, non_blocking=True)
+            _bytes(storage).copy_(kept, non_blocking=True)
         if self._kept and self.engine.parallel.device.type == "cuda":
-            torch.cuda.synchronize()  # before the host's copies go
+            torch.cuda.synchronize()  # before anybody computes with them
         self._kept = []
+
+    def _room(self, size: int, cuda: bool) -> Tensor:
+        """Host memory for `size` bytes, which grows once the optimizer has its states."""
+        if self._host is None or len(self._host.data) < size:
+            if self._host is not None:
+                self._host.close()
+            self._host = None  # gone before the next is there
+            self._host = Pinned(size, cuda)
+        return self._host.data
 
     def _storages(self) -> Iterator[UntypedStorage]:
         """Each once: tensors may share one."""
@@ -66,3 +78,7 @@ class Offload:
         if self.what == "all":
             yield from (parameter.detach() for parameter in self.engine.policy.parameters())
             yield from self.engine.policy.buffers()
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

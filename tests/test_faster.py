@@ -1,0 +1,99 @@
+"""What makes a step faster computes the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tiny_models import tiny
+from vireo.data.ragged import Batch
+from vireo.data.render import Renderer
+from vireo.families.tiny import build
+from vireo.models import aligned
+from vireo.models.aligned import align_gated, gated
+from vireo.models.build import ModelSpec, build_policy, whole_model
+from vireo.parallel import alone
+from vireo.training.pinned import Pinned
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, bias: bool):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, width, bias), nn.Linear(16, width, bias)
+        self.down_proj, self.act_fn = nn.Linear(width, 16, bias), nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("width", [20, 27])
+def test_a_wider_mlp_computes_the_same(width: int, bias: bool) -> None:
+    mlp = Mlp(width, bias).double()
+    x = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
+    found = []
+    for call in (mlp, lambda x: gated(mlp, x)):
+        out = call(x)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [x, *mlp.parameters()])])
+    for one, other in zip(*found):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_mlps_of_a_good_width_and_others_stay_as_they_are() -> None:
+    odd, even = Mlp(20, True), Mlp(24, True)
+    assert align_gated(nn.ModuleList([odd, even, nn.Linear(3, 3)])) == 1
+    assert "forward" in vars(odd)
+    assert "forward" not in vars(even)
+
+
+def test_a_tower_of_an_awkward_width_is_found_and_keeps_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(build("qwen2_5_vl", tmp_path / "m", size="test", vision={"intermediate_size": 44}))
+    made, used = Renderer(folder), []
+    real = aligned.gated
+    monkeypatch.setattr(aligned, "gated", lambda *given: used.append(1) or real(*given))
+    spec = ModelSpec(folder, shard=False)
+    policy, _ = build_policy(spec, made.config, made.family, alone(), made.dummy())
+    batch = Batch.of([made.empty_with_image()]).pack()
+    batch["labels"] = batch["input_ids"].clone()
+    plain = policy(batch)
+    for module in policy.modules():
+        if "forward" in vars(module) and hasattr(module, "gate_proj"):
+            module.forward = lambda x, module=module: aligned.gated(module, x)
+    wide = policy(batch)
+    assert used
+    assert torch.allclose(plain, wide, atol=1e-5)
+    names = set(whole_model(made.config, made.family, folder).state_dict())
+    assert names == {n.removeprefix("hf.") for n in policy.state_dict()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_layers_compute_the_same(recompute: str) -> None:
+    made = Renderer(tiny("qwen2_5_vl"))
+    found = []
+    for compiled in (False, True):
+        spec = ModelSpec(tiny("qwen2_5_vl"), shard=False, recompute=recompute, compile=compiled)
+        policy, _ = build_policy(spec, made.config, made.family, alone(), made.dummy())
+        numbers = []
+        for lengths in ((8, 12), (30,), (5, 6, 7)):  # one compilation for all
+            batch = Batch.of([made.empty(n) for n in lengths]).pack()
+            batch["labels"] = batch["input_ids"].clone()
+            loss = -policy(batch).mean()
+            loss.backward()
+            norms = [float(p.grad.norm()) for p in policy.parameters() if p.grad is not None]
+            numbers += [float(loss), *norms]
+            policy.zero_grad()
+        found.append(torch.tensor(numbers))
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_host_memory_has_the_size_asked_for() -> None:
+    for size in (1, 4096, 5000):
+        host = Pinned(size, cuda=False)
+        assert (len(host.data), host.data.dtype) == (size, torch.uint8)
+        host.close()
