@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.rows import write_rows
 from tests.tiny_models import tiny
 from vireo.data.ragged import Batch
 from vireo.data.render import Renderer
@@ -16,6 +18,8 @@ from vireo.models import aligned
 from vireo.models.aligned import align_gated, gated
 from vireo.models.build import ModelSpec, build_policy, whole_model
 from vireo.parallel import alone
+from vireo.settings import load_settings
+from vireo.trainers import registry
 from vireo.training.pinned import Pinned
 
 
@@ -97,3 +101,27 @@ def test_host_memory_has_the_size_asked_for() -> None:
         host = Pinned(size, cuda=False)
         assert (len(host.data), host.data.dtype) == (size, torch.uint8)
         host.close()
+
+
+def test_a_profiled_run_leaves_a_trace_of_two_steps(tmp_path: Path) -> None:
+    write_rows(tmp_path, [1, 0, 1, 0], ((56, 56),))
+    trace = tmp_path / "run" / "profile" / "rank-0.trace.json"
+    for name, steps, there in (("short", 4, False), ("run", 6, True)):
+        settings = load_settings(
+            [
+                f"--vlm_model_name_or_path={tiny('qwen2_5_vl')}",
+                f"--train_file={tmp_path / 'rows.json'}",
+                f"--output_dir={tmp_path / name}",
+                f"--max_steps={steps}",
+                "--per_device_train_batch_size=2",
+                "--profile",
+                "--fsdp_enable=false",
+                "--report_to=none",
+            ]
+        )
+        assert registry.find("fsdp_vlm")(settings) == 0
+        assert trace.exists() == there
+    events = json.loads(trace.read_text())["traceEvents"]
+    named = [event["name"] for event in events if "name" in event]
+    assert sum(name.startswith("Optimizer.step#") for name in named) == 2
+    assert {"ProfilerStep#3", "ProfilerStep#4"} <= set(named)

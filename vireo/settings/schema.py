@@ -363,6 +363,11 @@ class RunSettings(Section):
     check_action: Literal["warn", "stop"] = Field(
         default="warn", description="What a failed check does: warn, or stop the run."
     )
+    profile: bool = Field(
+        default=False,
+        description="Write a trace of steps 4 and 5, and what a GPU's memory held, to profile/ in "
+        "the run folder.",
+    )
     deterministic: bool = Field(
         default=False,
         description="Only algorithms that give the same bits each time, even where slower.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import time
@@ -18,6 +19,7 @@ from vireo.errors import InputError, VireoError
 from vireo.models.lora import summary
 from vireo.parallel import Parallel
 from vireo.report import trackers
+from vireo.report.profile import profiled
 from vireo.report.run_folder import RunFolder
 from vireo.settings import Settings
 from vireo.trainers.build import Built, build_engine
@@ -58,6 +60,7 @@ class Run:
     rows: Any  # the training data: its length, `digest` and `skipped`
     steps: int
     built: Built
+    tick: Callable[[], None]  # to be called at the end of each step
 
     def __init__(self, settings: Settings, parallel: Parallel):
         self.settings, self.parallel = settings, parallel
@@ -101,7 +104,8 @@ class Run:
         self.folder.begin()
         self._greet(self.built.engine)
         with Stopping(parallel) as stopping:
-            stopped = self.train(self.built.engine, stopping)
+            with self._profiled() as self.tick:
+                stopped = self.train(self.built.engine, stopping)
             if stopped:
                 self.folder.say(
                     f"stopped by {signal.Signals(stopped).name} after step {self.step}, which is "
@@ -117,13 +121,19 @@ class Run:
             parallel.barrier()  # a rank that left would have its launcher end the others
         return 128 + stopped if stopped else 0
 
+    def _profiled(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        if not self.settings.run.profile:
+            return contextlib.nullcontext(lambda: None)
+        rank, device = self.parallel.rank, self.parallel.device
+        return profiled(self.output / "profile", rank, device, self.folder.say)
+
     # -- a trainer's own -----------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Before the model is built."""
 
     def train(self, engine: TrainEngine, stopping: Stopping) -> int:
-        """The steps; the signal that ended them early, or 0."""
+        """The steps, `tick` at the end of each; the signal that ended them early, or 0."""
         raise NotImplementedError
 
     def about(self) -> list[str]:

@@ -130,6 +130,7 @@ class Grpo(base.Run):
                 total = time.perf_counter() - clock + risen
                 self._log(groups, samples, learned, seconds, used, total)
                 bar.update()
+                self.tick()
                 last = self.step == self.steps and not settings.rollout.debug_rollout_only
                 if last or (run.save_steps and self.step % run.save_steps == 0):
                     saved = self._save(engine)

@@ -126,6 +126,7 @@ class Sft(base.Run):
                 bar.clear()
                 self.folder.say(step_line(record, self.steps))
             bar.update()
+            self.tick()
             if settings.run.save_steps and self.step % settings.run.save_steps == 0:
                 saved = self._save(engine)
             every = settings.run.eval_steps if self.eval_rows else 0
