@@ -23,6 +23,7 @@ from vireo import demo_rl
 from vireo.data.conversation import Conversation, Text, Turn
 from vireo.errors import InputError, RowError
 from vireo.rl.figures import rollout_figures
+from vireo.rl.learn import drops_out
 from vireo.rollout.engine import EngineError
 from vireo.rollout.sample import Sample
 from vireo.trainers import grpo
@@ -58,7 +59,9 @@ def test_engine_and_trainer_agree_and_the_first_update_has_ratios_of_one(
     family: str, prompts: Path, text_prompts: Path, tmp_path: Path
 ) -> None:
     rows = text_prompts if family == TEXT else prompts
-    run = train(tiny(family), rows, tmp_path / "run", "--per_device_train_batch_size=5")
+    # Checked steps: in others the ratios are of a forward and itself.
+    more = ("--per_device_train_batch_size=5", "--check_steps=1")
+    run = train(tiny(family), rows, tmp_path / "run", *more)
     made = records(run)
     assert [record["step"] for record in made] == [1, 2, 3]
     for record in made:
@@ -70,6 +73,41 @@ def test_engine_and_trainer_agree_and_the_first_update_has_ratios_of_one(
     assert made[0]["reward"] != made[1]["reward"]
     kinds = {name.split("/")[1] for name in made[0] if name.count("/") == 2}
     assert kinds == ({"text"} if family == TEXT else {"text", "image_first"})
+
+
+@pytest.mark.parametrize("more", [[], ["--use_kl_loss"], ["--entropy_coef=0.01"]])
+def test_one_update_needs_no_pass_for_the_log_probs_before_it(
+    prompts: Path, tmp_path: Path, more: list[str]
+) -> None:
+    """A checked step computes them by themselves; every number is the same, bit for bit."""
+    runs = [
+        train(tiny(VLM), prompts, tmp_path / name, f"--check_steps={every}", *more)
+        for name, every in (("apart", 1), ("at once", 0))
+    ]
+    for apart, once in zip(*map(records, runs)):
+        assert "seconds/logprobs" in apart
+        assert "seconds/logprobs" not in once
+        for name, value in once.items():
+            # Rows meet in the engine by chance, so its own log-probs may differ in a last bit.
+            if name.startswith("mismatch"):
+                assert apart[name] == pytest.approx(value, abs=1e-5)
+            elif not name.startswith(("seconds", "tokens_per_s", "generated_", "memory", "buffer")):
+                assert apart[name] == value, name
+        assert once["entropy"] > 1
+    for step in (1, 2, 3):
+        one, other = ([s.metadata["trainer_logprobs"] for s in rollouts(r, step)] for r in runs)
+        assert one == other
+
+
+def test_dropout_is_noticed() -> None:
+    def found(*modules: torch.nn.Module) -> bool:
+        return drops_out(torch.nn.Sequential(*modules))
+
+    plain, hidden = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    hidden.attention_dropout = 0.1  # type: ignore[assignment]
+    assert not found(plain, torch.nn.Dropout(0.0))
+    assert found(plain, torch.nn.Dropout(0.1))
+    assert found(hidden)
 
 
 def test_the_run_folder_has_each_step_with_its_samples(unbroken: Path) -> None:

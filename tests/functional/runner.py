@@ -47,7 +47,8 @@ def run(
     build(case["family"], out / "start", size="test", seed=seed)
     data = write_rows(case["rows"], out / "data", seed)
     common = {"seed": seed, "freeze_vision": "false", "fsdp_enable": "false", "num_workers": 0}
-    common |= {"check_steps": 0, "logging_steps": 1, "report_to": "none"}
+    # In a checked step the log-probs before the update are computed apart: ratios are measured.
+    common |= {"check_steps": 1, "logging_steps": 1, "report_to": "none"}
     sft = {"trainer": "fsdp_vlm", "model_name_or_path": out / "start", "train_file": data}
     train(command, sft | common | case["sft"]["args"], out / "sft")
     half = export(checkpoints(out / "sft" / "checkpoints")[-1], out / "half")

@@ -7,11 +7,16 @@ computed again in the backward pass instead of being kept.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+# Whether entropies are wanted beside log-probabilities: with a gradient, or detached from it.
+Entropy = bool | Literal["detached"]
 
 CHUNK = 2048  # positions; 2048 x 152,000 float32 logits are 1.2 GB
 
@@ -33,7 +38,7 @@ def token_logprobs(
     targets_N: Tensor,
     softcap: float | None = None,
     softmax: Softmax | None = None,
-    entropy: bool = False,
+    entropy: Entropy = False,
 ) -> Tensor:
     """log p(target) in float32, shape [N], from hidden states [N, H]; with `entropy` [2, N], the
     second row being the entropy (in nats) of the distribution that the target is of.
@@ -61,7 +66,7 @@ def _chunk(
     softcap: float | None,
     temperature: float,
     banned: Tensor | None,
-    entropy: bool,
+    entropy: Entropy,
 ) -> Tensor:
     logits = head(hidden_nH).float()
     if softcap is not None:
@@ -74,7 +79,9 @@ def _chunk(
     logprobs_n = logits.gather(-1, targets_n[:, None]).squeeze(-1) - total_n
     if not entropy:
         return logprobs_n
-    p = (logits - total_n[:, None]).exp()
-    if banned is not None:  # 0 times minus infinity
-        logits = logits.index_fill(-1, banned, 0.0)
-    return torch.stack([logprobs_n, total_n - (p * logits).sum(-1)])
+    with torch.no_grad() if entropy == "detached" else contextlib.nullcontext():
+        p = (logits - total_n[:, None]).exp()
+        if banned is not None:  # 0 times minus infinity
+            logits = logits.index_fill(-1, banned, 0.0)
+        entropy_n = total_n - (p * logits).sum(-1)
+    return torch.stack([logprobs_n, entropy_n])

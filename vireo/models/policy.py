@@ -12,7 +12,7 @@ from vireo.data.ragged import IGNORE, TRAINER_KEYS
 from vireo.families import Family
 from vireo.models.aligned import align_gated
 from vireo.models.attention import packed_rows, use_varlen
-from vireo.models.heads import Softmax, token_logprobs
+from vireo.models.heads import Entropy, Softmax, token_logprobs
 
 
 class Policy(nn.Module):
@@ -35,7 +35,7 @@ class Policy(nn.Module):
             self.hf.get_input_embeddings().register_forward_hook(self._add_nothing)
 
     def forward(
-        self, inputs: dict[str, Tensor], softmax: Softmax | None = None, entropy: bool = False
+        self, inputs: dict[str, Tensor], softmax: Softmax | None = None, entropy: Entropy = False
     ) -> Tensor:
         """log p of every supervised token, float32 [N], in reading order of `labels`; with
         `entropy` [2, N] (see `token_logprobs`).

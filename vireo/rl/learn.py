@@ -2,6 +2,8 @@
 
 The log-probabilities before the first update ("old"), the reference's and those of the updates are
 computed in the same micro-batches: other shapes of the same rows move bfloat16 ratios away from 1.
+So where a rollout has one update, its forward has the old ones too, bit for bit, and no pass of
+their own is run for them, but in steps that are checked.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vireo.data.packing import micro_batches
 from vireo.data.prompt import Prompt
 from vireo.data.ragged import Batch, Example
 from vireo.data.render import Renderer
 from vireo.data.response import with_response
-from vireo.models.heads import Softmax
+from vireo.models.heads import Entropy, Softmax
 from vireo.rl.advantages import advantages
 from vireo.rl.figures import reward_of
 from vireo.rl.losses import LossSpec, Stats, Tokens, aggregation, aggregation_weights, policy_loss
@@ -97,9 +99,12 @@ class Learner:
         parts = self._parts(samples, prompt, steps)
         clock("prepare")
         found = look(parts[0].batches)
-        old = [self._scores(self.engine, part, entropy=True) for part in parts]
-        clock("logprobs")
-        logprobs = self._everywhere(samples, parts, [[s[0] for s in scores] for scores in old])
+        checked = parallel.max([len(found)])[0] > 0
+        old: list[list[Tensor]] | None = None
+        if steps > 1 or checked or self.algo.kl_coef or drops_out(self.engine.policy):
+            old = [self._scores(self.engine, part, entropy=True) for part in parts]
+            clock("logprobs")
+        logprobs = None if old is None else self._everywhere(samples, parts, _first(old))
         reference: list[list[Tensor]] | None = None
         shown: list[list[float]] | None = None
         if self.reference is not None:
@@ -113,17 +118,23 @@ class Learner:
             if not self._teaches(samples, made, number, steps):
                 skipped += 1
                 continue
-            objective = _Objective(self.spec, self.softmax)
+            objective = _Objective(self.spec, self.softmax, keep=old is None)
             for i, (batch, rows) in enumerate(zip(part.batches, part.rows)):
                 objective.columns[id(batch)] = _columns(
                     [samples[row] for row in rows],
                     [made[row] for row in rows],
-                    old[number][i][0],
+                    None if old is None else old[number][i][0],
                     None if reference is None else reference[number][i],
                 )
             results.append(self.engine.step(part.batches, rate(number), objective, part.total))
             stats = stats + objective.stats
+            if old is None:
+                old = [[objective.kept[id(batch)] for batch in part.batches]]
         clock("update")
+        if old is None:  # no update was of any use
+            old = [self._scores(self.engine, part, entropy=True) for part in parts]
+            clock("logprobs")
+        logprobs = logprobs or self._everywhere(samples, parts, _first(old))
         entropy = [s[1] for scores in old for s in scores]
         sums = parallel.sum([sum(float(e.sum()) for e in entropy), sum(map(len, entropy))])
         figures = stats.over_ranks(parallel).figures()
@@ -213,11 +224,12 @@ class Learner:
     def _advantages(
         self,
         samples: Sequence[Sample],
-        logprobs: Sequence[Sequence[float]],
+        logprobs: Sequence[Sequence[float]] | None,
         reference: Sequence[Sequence[float]] | None,
     ) -> list[Tensor]:
         penalties = None
         if self.algo.kl_coef and reference is not None:
+            assert logprobs is not None
             # k1, whose expectation is the divergence itself: rewards are summed, not differentiated
             penalties = [
                 self.algo.kl_coef * (torch.tensor(p).double() - torch.tensor(q).double())
@@ -246,18 +258,25 @@ class Learner:
 
 
 class _Objective:
-    """The loss of one optimizer step, by the columns of its micro-batches."""
+    """The loss of one optimizer step, by the columns of its micro-batches. `keep`: nobody has the
+    log-probabilities before it yet; they and entropies, [2, N] each, are `kept` by micro-batch."""
 
-    def __init__(self, spec: LossSpec, softmax: Softmax):
-        self.spec = spec
+    def __init__(self, spec: LossSpec, softmax: Softmax, keep: bool):
+        self.spec, self.keep = spec, keep
         self.softmax: Softmax | None = softmax
-        self.entropy = spec.entropy_coef > 0
+        self.entropy: Entropy = spec.entropy_coef > 0 or (keep and "detached")
         self.columns: dict[int, Mapping[str, Tensor]] = {}
+        self.kept: dict[int, Tensor] = {}
         self.stats = Stats.empty()
 
     def loss(self, batch: Batch, scores: Tensor, weights: Tensor) -> Tensor:
         columns = {n: value.to(scores.device) for n, value in self.columns[id(batch)].items()}
         lp, entropy = (scores[0], scores[1]) if self.entropy else (scores, None)
+        if self.keep:
+            self.kept[id(batch)] = scores.detach()
+            columns["old"] = lp.detach()
+        if self.entropy == "detached":
+            entropy = None
         loss, stats = policy_loss(
             self.spec, Tokens(logprobs=lp, weights=weights, entropy=entropy, **columns)
         )
@@ -297,16 +316,31 @@ def _of_step(samples: int, number: int, steps: int) -> range:
 def _columns(
     samples: Sequence[Sample],
     made: Sequence[Tensor],
-    old: Tensor,
+    old: Tensor | None,
     reference: Tensor | None,
 ) -> dict[str, Tensor]:
     """What `Tokens` has besides the model's own numbers, of the samples of one micro-batch."""
     engine = torch.tensor([g for sample in samples for g in sample.logprobs], dtype=torch.float32)
     counts = torch.tensor([len(sample.response_ids) for sample in samples])
     columns = {
-        "old": old,
         "engine": engine,
         "advantages": torch.cat([a.float() for a in made]),
         "response": torch.arange(len(samples)).repeat_interleave(counts),
     }
-    return columns if reference is None else columns | {"reference": reference}
+    more = {"old": old, "reference": reference}
+    return columns | {name: value for name, value in more.items() if value is not None}
+
+
+def _first(scores: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Of scores [2, N] by part and micro-batch: the log-probabilities."""
+    return [[one[0] for one in part] for part in scores]
+
+
+def drops_out(policy: nn.Module) -> bool:
+    """Whether a forward in training is another one than in evaluation, by chance."""
+    shares = [
+        getattr(module, name, 0.0)
+        for module in policy.modules()
+        for name in (("p",) if isinstance(module, nn.Dropout) else ("dropout", "attention_dropout"))
+    ]
+    return any(isinstance(share, float) and share > 0 for share in shares)

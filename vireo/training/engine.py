@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from vireo.data.ragged import IGNORE, Batch
 from vireo.errors import VireoError
-from vireo.models.heads import Softmax
+from vireo.models.heads import Entropy, Softmax
 from vireo.models.names import named_parameters, part_of
 from vireo.models.policy import Policy
 from vireo.parallel import Parallel, whole
@@ -42,7 +42,7 @@ class Objective(Protocol):
     weighted token losses."""
 
     softmax: Softmax | None
-    entropy: bool  # whether `loss` gets entropies too: scores [2, N] in place of [N]
+    entropy: Entropy  # whether `loss` gets entropies too: scores [2, N] in place of [N]
 
     def loss(self, batch: Batch, scores: Tensor, weights: Tensor) -> Tensor:
         """Scalar; `scores` and `weights` [N] are of the supervised tokens of `batch`, one of the
@@ -54,7 +54,7 @@ class Likelihood:
     """Supervised fine-tuning: minus the weighted log-probabilities."""
 
     softmax: Softmax | None = None
-    entropy: bool = False
+    entropy: Entropy = False
 
     def loss(self, batch: Batch, scores: Tensor, weights: Tensor) -> Tensor:
         return -(scores * weights).sum()
@@ -190,7 +190,7 @@ class TrainEngine:
         batch: Batch,
         packing: bool | None = None,
         softmax: Softmax | None = None,
-        entropy: bool = False,
+        entropy: Entropy = False,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities (of `softmax`, if not the model's own distribution) and loss weights of
         the supervised tokens, float32 [N] each (the former [2, N] with `entropy`); the rows packed
