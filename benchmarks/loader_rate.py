@@ -10,8 +10,8 @@ from paths and turns to tensors:
 vireo   decode, orientation, processor, template, labels, positions, packing to 8,192 tokens
 trl     decode by `datasets`, TRL's `DataCollatorForVisionLanguageModeling`, batches of `--batch`
 
-Rounds take turns; the median of each is printed, and how many cores' worth of `--tokens_per_s` (a
-trainer's appetite) a loader needs.
+Each runs in a process of its own; the median of its rounds is printed, and how many cores' worth of
+`--tokens_per_s` (a trainer's appetite) a loader needs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import cProfile
 import json
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +33,7 @@ import torch
 from PIL import Image
 
 from vireo.data.conversation import read_rows
+from vireo.data.heap import keep_heap
 from vireo.data.packing import micro_batches
 from vireo.data.render import Renderer
 
@@ -63,7 +66,8 @@ def write_rows(folder: Path, rows: int, size: int) -> Path:
     return path
 
 
-def vireo_side(model: str, data: Path) -> Callable[[], int]:
+def vireo_side(model: str, data: Path, batch: int) -> Callable[[], int]:
+    keep_heap()  # as in a loader's processes
     renderer = Renderer(model)
     rows = read_rows(str(data))
 
@@ -105,6 +109,25 @@ def trl_side(model: str, data: Path, batch: int) -> Callable[[], int]:
     return run
 
 
+SIDES = {"vireo": vireo_side, "trl": trl_side}
+
+
+def timed(given: argparse.Namespace, side: str, folder: Path) -> None:
+    """In a process of its own: prints rows a second of processor time, and tokens a row."""
+    torch.set_num_threads(1)
+    run = SIDES[side](given.model or str(folder / "model"), folder / "rows.json", given.batch)
+    tokens, seconds = run(), []
+    for _ in range(given.rounds):
+        started = time.process_time()
+        run()
+        seconds.append(time.process_time() - started)
+    if given.profile and side == "vireo":
+        with cProfile.Profile() as profile:
+            run()
+        profile.dump_stats(given.profile)
+    print(json.dumps([given.rows / statistics.median(seconds), tokens / given.rows]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder with a processor (default: a tiny Qwen2.5-VL's)")
@@ -114,34 +137,28 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=448)
     parser.add_argument("--tokens_per_s", type=float, default=14_000)
     parser.add_argument("--profile", help="write a profile of Vireo's side")
+    parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    from vireo.families.tiny import build
-
+    if given.side:
+        timed(given, given.side[0], Path(given.side[1]))
+        return
+    rates = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = given.model or str(build("qwen2_5_vl", folder / "model", size="demo"))
-        data = write_rows(folder, given.rows, given.size)
-        sides = {"vireo": vireo_side(model, data), "trl": trl_side(model, data, given.batch)}
-        tokens = {kind: run() for kind, run in sides.items()}  # warm
-        seconds: dict[str, list[float]] = {kind: [] for kind in sides}
-        for _ in range(given.rounds):
-            for kind, run in sides.items():
-                started = time.process_time()
-                run()
-                seconds[kind].append(time.process_time() - started)
-        if given.profile:
-            with cProfile.Profile() as profile:
-                sides["vireo"]()
-            profile.dump_stats(given.profile)
-    rates = {kind: given.rows / statistics.median(some) for kind, some in seconds.items()}
-    for kind, rate in rates.items():
-        per_row = tokens[kind] / given.rows
-        cores = given.tokens_per_s / (rate * per_row)
-        print(
-            f"{kind:<6} {rate:7.1f} rows/s a core  {per_row:.0f} tokens a row  "
-            f"{cores:.1f} cores for {given.tokens_per_s:,.0f} tokens/s"
-        )
+        if given.model is None:
+            from vireo.families.tiny import build
+
+            build("qwen2_5_vl", folder / "model", size="demo")
+        write_rows(folder, given.rows, given.size)
+        for side in SIDES:
+            command = [sys.executable, *sys.argv, "--side", side, name]
+            out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            rates[side], tokens = json.loads(out.splitlines()[-1])
+            cores = given.tokens_per_s / (rates[side] * tokens)
+            print(
+                f"{side:<6} {rates[side]:7.1f} rows/s a core  {tokens:.0f} tokens a row  "
+                f"{cores:.2f} cores for {given.tokens_per_s:,.0f} tokens/s"
+            )
     print(f"vireo / trl: {rates['vireo'] / rates['trl']:.2f}")
 
 

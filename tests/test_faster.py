@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image as Pil
 from torch import nn
 
 from tests.rows import write_rows
-from tests.tiny_models import tiny
+from tests.tiny_models import renderer, tiny
+from vireo.data.conversation import Conversation, Image, ImageRef, Text, Turn
+from vireo.data.patches import Patches
 from vireo.data.ragged import Batch
 from vireo.data.render import Renderer
+from vireo.errors import RowError
 from vireo.families.tiny import build
 from vireo.models import aligned
 from vireo.models.aligned import align_gated, gated
@@ -107,7 +114,7 @@ def test_a_profiled_run_leaves_a_trace_of_two_steps(tmp_path: Path) -> None:
     write_rows(tmp_path, [1, 0, 1, 0], ((56, 56),))
     trace = tmp_path / "run" / "profile" / "rank-0.trace.json"
     for name, steps, there in (("short", 4, False), ("run", 6, True)):
-        settings = load_settings(
+        chosen = load_settings(
             [
                 f"--vlm_model_name_or_path={tiny('qwen2_5_vl')}",
                 f"--train_file={tmp_path / 'rows.json'}",
@@ -119,9 +126,57 @@ def test_a_profiled_run_leaves_a_trace_of_two_steps(tmp_path: Path) -> None:
                 "--report_to=none",
             ]
         )
-        assert registry.find("fsdp_vlm")(settings) == 0
+        assert registry.find("fsdp_vlm")(chosen) == 0
         assert trace.exists() == there
     events = json.loads(trace.read_text())["traceEvents"]
     named = [event["name"] for event in events if "name" in event]
     assert sum(name.startswith("Optimizer.step#") for name in named) == 2
     assert {"ProfilerStep#3", "ProfilerStep#4"} <= set(named)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@given(
+    sizes=st.lists(st.tuples(st.integers(9, 150), st.integers(9, 150)), min_size=1, max_size=3),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=25, deadline=None)
+def test_pictures_are_the_processors_bit_for_bit(
+    family: str, sizes: list[tuple[int, int]], seed: int
+) -> None:
+    made = renderer(family)
+    assert made.patches is not None
+    draw = np.random.default_rng(seed)
+    pictures = [Pil.fromarray(draw.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in sizes]
+    refs = tuple(map(ImageRef, pictures))
+    question = (*(part for i in range(len(sizes)) for part in (Image(i), Text(f"{i}?"))),)
+    turns = (Turn("user", question), Turn("assistant", (Text("It is a picture."),)))
+    row = Conversation(turns, refs, where="drawn")
+    ours = made.example(row)
+    patches, made.patches = made.patches, None
+    try:
+        theirs = made.example(row)
+    finally:
+        made.patches = patches
+    assert ours.fields.keys() == theirs.fields.keys()
+    for name, value in theirs.fields.items():
+        assert torch.equal(ours.fields[name], value), name
+
+
+def test_a_processor_that_makes_other_numbers_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Patches.__call__
+
+    def other(self: Patches, pictures: list[Pil.Image]) -> dict[str, torch.Tensor]:
+        out = real(self, pictures)
+        return out | {"pixel_values": out["pixel_values"] + 1e-6}
+
+    monkeypatch.setattr(Patches, "__call__", other)
+    assert Renderer(tiny("qwen2_5_vl")).patches is None
+    assert Renderer(tiny("llava")).patches is None
+
+
+def test_a_picture_that_the_processor_refuses_is_refused() -> None:
+    thin = ImageRef(Pil.new("RGB", (2000, 4)))
+    turns = (Turn("user", (Image(0),)), Turn("assistant", (Text("thin"),)))
+    made = renderer("qwen2_5_vl")
+    with pytest.raises(RowError, match=r"refuses its image.* 2000 x 4 pixels"):
+        made.example(Conversation(turns, (thin,), where="thin"))

@@ -175,6 +175,16 @@ def test_weights_that_change_nothing_say_nothing_about_old_pictures() -> None:
     assert "changed nothing" in rung.found
 
 
+def test_checksums_by_names_of_the_engines_own_are_no_difference() -> None:
+    class Stock(Engine):
+        async def checksums(self) -> dict[str, str]:
+            return {f"rank0/{name}": value for name, value in (await super().checksums()).items()}
+
+    report = climbed(Stock.of_folder(trained()[1], renderer(), FLOAT32))
+    assert states(report)["weights"] == "unseen"
+    assert report.agrees
+
+
 def test_other_number_formats_of_the_same_weights_have_the_same_checksums() -> None:
     report = climbed(engine(dtype=BFLOAT16))
     assert states(report)["weights"] == "equal"

@@ -317,6 +317,10 @@ def test_keys_are_new_each_time() -> None:
     assert min(map(len, (*one, *two))) >= 40
 
 
+def test_no_key_looks_like_a_flag() -> None:
+    assert not [key for _ in range(1000) for key in Keys.new() if key.startswith("-")]
+
+
 # -- the engine that the settings ask for ---------------------------------------------------------
 
 

@@ -878,12 +878,20 @@ def test_weights_come_before_the_cache_after_a_sleep(pushed: list[Any]) -> None:
     run(test)
 
 
-def test_checksums_are_shown_where_they_are_those_of_the_trainer() -> None:
+def test_checksums_of_a_stock_server_are_told_by_its_gpus() -> None:
+    own, said = {"vireo": "0.1.0"}, [{"checksums": {"a": "0f"}}, {"checksums": {"a": "1f"}}]
+
     async def test() -> None:
-        for info, shown in (({}, {}), ({"vireo": "0.1.0"}, {"a": "0f"})):
+        for info, shown in (({}, {"rank0/a": "0f", "rank1/a": "1f"}), (own, {"a": "0f"})):
             async with FaultyServer(**info) as server, client(server.url) as engine:
-                server.words["/weights_checker"] = [(200, {"ranks": [{"checksums": {"a": "0f"}}]})]
+                server.words["/weights_checker"] = [(200, {"ranks": said})]
                 assert await engine.checksums() == shown
+                for wrong in ([{"sums": {}}], ["a"], 3):
+                    server.words["/weights_checker"] = [(200, {"ranks": wrong})]
+                    with pytest.raises(EngineError, match="another shape"):
+                        await engine.checksums()
+                server.words["/weights_checker"] = [(401, {"error": "Unauthorized"})]
+                assert await engine.checksums() == {}
 
     run(test)
 

@@ -316,6 +316,22 @@ def _mismatch(argv: list[str]) -> int:
     return 0 if mismatch(**given).agrees else 1
 
 
+def _check_sync(argv: list[str]) -> int:
+    parser = _Parser("check-sync")
+    parser.epilog = "The exit code is 1 if checksums differ; the tensors are named."
+    parser.add_argument("--model", required=True, help="folder or Hub name of the model")
+    parser.add_argument(
+        "--folder", help="where weights are written that the engine reads (default: temporary)"
+    )
+    _trust_flag(parser)
+    _engine_flags(parser)
+    given = parser.read(argv)
+    from vireo.checks.sync import check_sync
+
+    _no_bars()
+    return 1 if any(check.apart for check in check_sync(**given)) else 0
+
+
 def _model_flags(parser: _Parser) -> None:
     """A model that answers rows of a data file."""
     parser.add_argument("--model", required=True, help="folder or Hub name of the model")
@@ -391,6 +407,39 @@ def _doctor(argv: list[str]) -> None:
     if "vlm_model_name_or_path" in given:
         _no_bars()
     doctor(**given)
+
+
+def _plan(argv: list[str]) -> None:
+    parser = _Parser("plan")
+    parser.add_argument(
+        *("--model", "--vlm_model_name_or_path", "--model_name_or_path"),
+        dest="vlm_model_name_or_path",
+        metavar="MODEL",
+        required=True,
+        help="folder or Hub name of the model, of which the config is read",
+    )
+    parser.add_argument("--max_length", required=True, help="tokens of a row, images among them")
+    parser.add_argument("--gpus", type=_count, help="how many (default: 1)")
+    parser.add_argument("--gpu", help="which: a100, h100, h200, b200 (default: h200)")
+    parser.add_argument("--images", type=int, help="images of a row (default: 1 if it sees)")
+    parser.add_argument("--image_size", type=_count, help="pixels of a side (default: 448)")
+    parser.add_argument("--tiles", type=_count, help="tiles that an image is cut into (default: 1)")
+    parser.add_argument("--supervised", type=_count, help="tokens with loss (default: all text)")
+    for name in (
+        *("max_tokens_per_gpu", "per_device_train_batch_size", "grad_accum_steps"),
+        *("global_batch_size", "fsdp_sharding", "fsdp_shard_size"),
+        *("lora_r", "lora_target_modules", "lora_ignore_modules"),
+    ):
+        parser.add_argument(f"--{name}", help="as in training")
+    freezes = ("freeze_vision", "freeze_mm_proj", "freeze_language", "freeze_embeddings")
+    for name in ("grad_ckpt", *freezes):
+        parser.add_argument(f"--{name}", nargs="?", const="true", help="as in training")
+    _trust_flag(parser)
+    given = parser.read(argv)
+    from vireo.plan.command import plan
+
+    _no_bars()
+    plan(**given)
 
 
 def _view(argv: list[str]) -> None:
@@ -502,11 +551,13 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
     "demo": (_demo, "train and evaluate a tiny model on this machine"),
     "preview": (_preview, "show rows as the trainer sees them, token by token"),
     "doctor": (_doctor, "look at every row of a data file and report what is wrong with it"),
+    "plan": (_plan, "foretell the memory and the time of a run on some GPUs"),
     "view": (_view, "show a run: its curves, and its rollouts token by token"),
     "eval": (_eval, "measure a model on a data file"),
     "rollout": (_rollout, "sample responses to the prompts of a data file"),
     "rewards": (_rewards, "list the rewards by name"),
     "mismatch": (_mismatch, "compare an engine's log-probs with the trainer's, rung by rung"),
+    "check-sync": (_check_sync, "prove that weights reach an engine whole, by its own checksums"),
     "serve": (_serve, "answer prompts over HTTP, by SGLang's protocol"),
     "export": (_export, "turn a checkpoint into a folder that from_pretrained loads"),
     "settings": (_settings, "list every setting of a trainer"),

@@ -47,18 +47,22 @@ def rows_are_the_processors(subject: Subject) -> Finding:
     wrong = []
     tokens = {n for n, key in subject.family.keys.items() if key.kind == "token"} | _OF_ALL
     for row in subject.drawn:
-        example, wanted = subject.example(row), subject.plain_inputs(row)
-        found = Batch.of([example]).pad(subject.renderer.pad_id)
-        names = set(wanted) & (set(subject.family.keys) | _OF_ALL)
-        if not torch.equal(found["input_ids"], wanted["input_ids"]):
-            texts = [subject.renderer.tokenizer.decode(i["input_ids"][0]) for i in (found, wanted)]
-            if texts[0] == texts[1]:
-                names -= tokens
-        for name in sorted(names):
-            if name not in found:
-                wrong.append(f"{row.where}: {name} is missing")
-            elif place := _differ(found[name], wanted[name]):
-                wrong.append(f"{row.where}: {name} {place}")
+        wanted = subject.plain_inputs(row)
+        for example in subject.examples_of(row):
+            found = Batch.of([example]).pad(subject.renderer.pad_id)
+            names = set(wanted) & (set(subject.family.keys) | _OF_ALL)
+            if not torch.equal(found["input_ids"], wanted["input_ids"]):
+                texts = [
+                    subject.renderer.tokenizer.decode(ids["input_ids"][0])
+                    for ids in (found, wanted)
+                ]
+                if texts[0] == texts[1]:
+                    names -= tokens
+            for name in sorted(names):
+                if name not in found:
+                    wrong.append(f"{row.where}: {name} is missing")
+                elif place := _differ(found[name], wanted[name]):
+                    wrong.append(f"{row.where}: {name} {place}")
     return listed(wrong)
 
 

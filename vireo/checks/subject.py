@@ -61,6 +61,8 @@ class Subject:
         self.renderer, self.policy = renderer, policy.eval()
         self.processor = Recorded(renderer.processor)
         renderer.processor = self.processor
+        # Rows go through the processor, which is looked at.
+        self._patches, renderer.patches = renderer.patches, None
         side = natural_side(self.processor)
         self.drawn = drawn_rows(self.family.has_vision, side)
         self.rows = self.drawn if rows is None else rows
@@ -89,6 +91,17 @@ class Subject:
         if id(row) not in self._examples:
             self._examples[id(row)] = row, self.renderer.example(row)
         return self._examples[id(row)][1]
+
+    def examples_of(self, row: Conversation) -> list[Example]:
+        """The row by each way that the renderer has: the processor, and its own if it has one."""
+        made = [self.example(row)]
+        if self._patches is not None:
+            self.renderer.patches = self._patches
+            try:
+                made.append(self.renderer.example(row))
+            finally:
+                self.renderer.patches = None
+        return made
 
     def examples(self, rows: Sequence[Conversation] | None = None) -> list[Example]:
         return [self.example(row) for row in (self.rows if rows is None else rows)]

@@ -337,7 +337,8 @@ class _Run:
                             words = self._ask(self.hosts[bundle].last_words.remote(name))
                             print(f"trainer {number} ended: code {ended}; the end of its log:")
                             print(words, flush=True)
-                        elif ended < 0:
+                        elif not said and (ended < 0 or ended > 128):
+                            # By a signal: it says nothing itself (see rollout/watch.py).
                             print(f"trainer 0 ended: code {ended}", flush=True)
                         self._stop_trainers()
                         until = time.monotonic() + FAILED_S

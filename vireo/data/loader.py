@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from vireo.data.conversation import Conversation
+from vireo.data.heap import keep_heap
 from vireo.data.order import FileRows, epoch_order
 from vireo.data.packing import share
 from vireo.data.ragged import Example
@@ -116,7 +117,7 @@ class StepLoader:
             num_workers=workers,
             prefetch_factor=max(4, 2 * plan.per_step // (world * workers)) if workers else None,
             multiprocessing_context="fork" if workers else None,
-            worker_init_fn=_leave_signals,
+            worker_init_fn=_begin,
             generator=torch.Generator(),  # starting to read leaves the run's random state alone
         )
 
@@ -155,11 +156,12 @@ class StepLoader:
             getattr(stream, "_shutdown_workers", lambda: None)()
 
 
-def _leave_signals(_worker: int) -> None:
+def _begin(_worker: int) -> None:
     """A signal to the whole group is the trainer's to act on: it still needs the rows of a step.
 
     A worker ends by itself when its trainer does.
     """
+    keep_heap()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

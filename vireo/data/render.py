@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from PIL import Image as Pil
 from tokenizers import AddedToken
 
 from vireo.data import chat_templates
@@ -26,6 +27,7 @@ from vireo.data.conversation import Conversation, Image, ImageRef, Text, Turn
 from vireo.data.images import ImageError, as_row_error, fit_image, load_image, resized
 from vireo.data.model_folder import load_config, load_processor
 from vireo.data.nested import flatten
+from vireo.data.patches import Patches
 from vireo.data.positions import Positions
 from vireo.data.prompt import Prompt
 from vireo.data.ragged import BASE_KEYS, IGNORE, Example
@@ -102,6 +104,7 @@ class Renderer:
         self.positions = Positions(self.config, self.family)
         self._take_around()
         self._check_processor()
+        self.patches = self._own_patches()
 
     def example(self, row: Conversation) -> Example:
         """A training example: the assistant's text and end-of-turn tokens carry loss.
@@ -230,6 +233,22 @@ class Renderer:
                 "model's chat template must write what the processor would add"
             )
 
+    def _own_patches(self) -> Patches | None:
+        """A shorter way to what the processor makes of a row, where it was found to lead there: all
+        of two pictures is compared, bit for bit. None: the processor itself is asked."""
+        if self.family.grid is None:
+            return None
+        slot = f"{MARK}{self.family.placeholder}{MARK}"
+        text, pictures = f"a{slot}b{slot}.", [_ramp(61, 90), _ramp(112, 56)]
+        try:
+            patches = Patches(self.processor.image_processor)
+            mine = self._expanded(patches, self._tokenize(text)["input_ids"], pictures)
+            theirs = {n: v for n, v in self.call(text, pictures).items() if n in self.keys}
+        except (ArithmeticError, AttributeError, LookupError, RowError, TypeError, ValueError):
+            return None
+        same = mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in mine)
+        return patches if same else None
+
     def _take_around(self) -> None:
         """Let this copy of the processor leave out what the family has round an image.
 
@@ -295,7 +314,10 @@ class Renderer:
         least = len(plain["input_ids"]) - len(marks)
         self._check_length(least, " before its images are expanded" if slots else "")
         pictures = self.pictures(row, slots) if pictures is None else pictures[:slots]
-        out = self.call(text, pictures)
+        if pictures and self.patches is not None:
+            out = self._expanded(self.patches, plain["input_ids"], pictures)
+        else:
+            out = self.call(text, pictures)
         example, ids = self._align(plain, answers, marks, out, slots)
         example.where = row.where
         example.fields["loss_weight"] *= row.weight
@@ -391,6 +413,24 @@ class Renderer:
         start = self.tokenizer.bos_token
         return self.family.has_vision and not (start and text.startswith(start))
 
+    def _expanded(
+        self, patches: Patches, ids: list[int], pictures: list[Any]
+    ) -> dict[str, torch.Tensor]:
+        """As `call`, by ids in which each picture is one token still."""
+        try:
+            out = patches(pictures)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise _refused(pictures, error) from error
+        slot = self.processor.image_token_id
+        short = torch.tensor(ids)
+        is_slot = short == slot
+        if int(is_slot.sum()) != len(pictures):
+            raise RowError("template", f"{int(is_slot.sum())} slots for {len(pictures)} images")
+        times = torch.ones_like(short)
+        times[is_slot] = out["image_grid_thw"].prod(-1) // patches.merge**2
+        full = short.repeat_interleave(times)[None]
+        return out | {"input_ids": full, "mm_token_type_ids": (full == slot).long()}
+
     def call(self, text: str, images: list[Any]) -> dict[str, torch.Tensor]:
         """What the processor makes of one text and its pictures; RowError where it refuses."""
         if not self.family.has_vision:
@@ -422,18 +462,30 @@ class Renderer:
         short, offsets = plain["input_ids"], plain["offset_mapping"]
         full = out["input_ids"][0].tolist()
         token_keys = [n for n, k in self.family.keys.items() if k.kind == "token" and n in out]
-        columns: dict[str, list] = {n: out[n][0].tolist() for n in token_keys}
-        new: dict[str, list] = {name: [] for name in ("input_ids", "labels", *columns)}
+        columns = {n: out[n][0] for n in token_keys}
+        new: dict[str, list[torch.Tensor]] = {n: [] for n in ("input_ids", "labels", *columns)}
         unexpanded: list[int] = []
 
-        def add(ids: list[int], loss: bool, values: slice) -> None:
-            new["input_ids"] += ids
-            new["labels"] += ids if loss else [IGNORE] * len(ids)
+        def add(ids: list[int], loss: bool | torch.Tensor, values: slice) -> None:
+            tokens = torch.tensor(ids, dtype=torch.int64)
+            new["input_ids"].append(tokens)
+            with_loss = loss if isinstance(loss, torch.Tensor) else torch.tensor(loss)
+            new["labels"].append(torch.where(with_loss, tokens, IGNORE))
             for name, column in columns.items():
                 here = column[values]
-                new[name] += here if len(here) == len(ids) else here * len(ids)
+                if len(here) != len(ids):  # one value for all of them
+                    here = here.repeat_interleave(len(ids), 0)
+                new[name].append(here)
 
         stops = [(span.start, span.stop) for span in answers]
+        ends = torch.tensor([end for _, end in offsets], dtype=torch.int64)
+        learned = torch.zeros(
+            len(ends), dtype=torch.bool
+        )  # by the place of a token's last character
+        for x, y in stops:
+            learned |= (ends > x) & (ends <= y)
+        if self.image_ids:
+            learned &= ~torch.isin(torch.tensor(short), torch.tensor(sorted(self.image_ids)))
         parts_short, parts_full = split_at(short, self.mark_id), split_at(full, self.mark_id)
         if len(parts_short) != len(parts_full) or len(parts_full) != len(marks) + 1:
             raise RowError("template", "the processor moved or repeated a part of the text")
@@ -454,11 +506,8 @@ class Renderer:
             if ids != ids_full:
                 raise RowError("template", "the processor changed text outside the image slots")
             unexpanded += ids
-            for k, token in enumerate(ids):
-                end = offsets[a + k][1]
-                loss = token not in self.image_ids and any(x < end <= y for x, y in stops)
-                add([token], loss, slice(b + k, b + k + 1))
-        fields = {name: torch.tensor(values) for name, values in new.items()}
+            add(ids, learned[a : a + len(ids)], slice(b, b + len(ids)))
+        fields = {name: torch.cat(values) for name, values in new.items()}
         fields["labels"][:1] = IGNORE  # nothing predicts the first token
         fields["loss_weight"] = (fields["labels"] != IGNORE).float()
         fields |= {
@@ -513,6 +562,14 @@ def _refused(images: list[Any], error: Exception) -> RowError:
         f"the processor refuses its image(s) of {sizes} pixels: {error}; a thin one can be "
         "padded with --image_strategy pad_square",
     )
+
+
+def _ramp(width: int, height: int) -> Pil.Image:
+    """A picture without two equal parts."""
+    place = range(width * height)
+    picture = Pil.new("RGB", (width, height))
+    picture.putdata([(7 * i % 256, i // 3 % 256, 255 - i % 251) for i in place])
+    return picture
 
 
 def _unmarked(text: str, typed: list[str]) -> str:

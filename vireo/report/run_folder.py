@@ -19,7 +19,8 @@ class RunFolder:
     """`path`/settings.yaml, environment.json, metrics.jsonl, log.txt, samples/.
 
     Only the main rank writes (`active`). `resumed_at`: records of later steps, left by the run
-    that was killed, are dropped, so that metrics.jsonl reads like an unbroken run's. The trackers
+    that was killed, are dropped, so that metrics.jsonl reads like an unbroken run's; all of them,
+    if it was killed before its first checkpoint (None). The trackers
     of --report_to are opened here and closed on leaving `with`. InputError: one cannot be opened.
     """
 
@@ -31,8 +32,9 @@ class RunFolder:
         (path / "settings.yaml").write_text(settings.to_yaml())
         (path / "environment.json").write_text(json.dumps(environment(), indent=1))
         records = path / "metrics.jsonl"
-        if resumed_at is not None and records.exists():
-            kept = [line for line in records.read_text().splitlines() if _step(line) <= resumed_at]
+        if records.exists():
+            last = -1 if resumed_at is None else resumed_at
+            kept = [line for line in records.read_text().splitlines() if _step(line) <= last]
             aside = path / ".metrics.jsonl"
             aside.write_text("".join(line + "\n" for line in kept))
             os.replace(aside, records)

@@ -194,6 +194,8 @@ class _Climb:
         for dtype in dict.fromkeys((own, torch.float32, torch.bfloat16)):
             with in_format(policy, dtype):
                 ours = await asyncio.to_thread(Receiver(policy.hf, policy.family).checksums)
+            if ours.keys().isdisjoint(theirs):
+                return "unseen", f"version {now}; the engine's checksums are of tensors of its own"
             apart = sorted(n for n in ours | theirs if ours.get(n) != theirs.get(n))
             if not apart:
                 return "equal", f"version {now}, {len(ours)} checksums"

@@ -200,5 +200,6 @@ class RolloutEngine(ABC):
         return {}
 
     async def checksums(self) -> dict[str, str]:
-        """A hash of each tensor of its weights, as `Receiver.checksums`; {} if it shows none."""
+        """A hash of each tensor of its weights, as `Receiver.checksums`; of a stock server by names
+        of its own, of use only beside another one's or its own of before; {} if it shows none."""
         return {}

@@ -39,7 +39,8 @@ class Keys(NamedTuple):
 
     @classmethod
     def new(cls) -> Keys:
-        return cls(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
+        # Not token_urlsafe: one in 64 of those begins with a dash, as a flag does.
+        return cls(secrets.token_hex(32), secrets.token_hex(32))
 
 
 def sglang_command(

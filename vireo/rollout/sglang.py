@@ -274,11 +274,20 @@ class SglangEngine(RolloutEngine):
         return Health(self.state.name == "running", self.state.name, weights, self._software)
 
     async def checksums(self) -> dict[str, str]:
-        if self._stock:  # its hashes are of tensors of its own, fused
+        """Those of a stock server have names and a hash of its own (of q, k and v together, say),
+        and a name for each of its GPUs: `rank0/NAME`. {} without the key for them."""
+        path, body = protocol.CHECKSUM, {"action": "checksum"}
+        status, answer = await self.http.post(path, body, control=True, also=_CLOSED)
+        if status in _CLOSED:
             return {}
-        path = protocol.CHECKSUM
-        answer = self.http.fields(path, await self._control(path, {"action": "checksum"}), "ranks")
-        return answer["ranks"][0]["checksums"]
+        answer = self.http.fields(path, answer, "ranks")
+        try:
+            ranks = [dict(one["checksums"]) for one in answer["ranks"]]
+            if not self._stock:
+                return ranks[0]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise self._bad(path, f"it has another shape: {self.http.quote(answer)}") from error
+        return {f"rank{i}/{name}": sums[name] for i, sums in enumerate(ranks) for name in sums}
 
     async def _model(self) -> dict[str, Any]:
         path = protocol.MODEL_INFO
