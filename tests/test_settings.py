@@ -390,3 +390,34 @@ def test_settings_import_neither_torch_nor_transformers():
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "engine"),
+    [
+        ("", "embedded"),
+        ("--actor-num-gpus-per-node 2", "sglang"),
+        ("--launcher ray", "sglang"),
+        ("--actor-num-gpus-per-node 2 --sglang-mem-fraction-static 0.5", "sglang"),
+        ("--actor-num-gpus-per-node 2 --vllm-max-model-len 512", "vllm"),
+        ("--actor-num-gpus-per-node 2 --vllm_url http://127.0.0.1:1", "vllm"),
+        ("--actor-num-gpus-per-node 2 --engine serve", "serve"),
+    ],
+)
+def test_the_engine_of_a_run_that_ray_places_is_a_server(flags: str, engine: str) -> None:
+    given = [
+        "--trainer",
+        "grpo",
+        "--hf-checkpoint",
+        "m",
+        "--prompt-data",
+        "p.jsonl",
+        "--rm-type",
+        "math",
+    ]
+    assert load_settings([*given, *flags.split()]).engine.engine == engine
+
+
+def test_fine_tuning_that_ray_places_has_no_engine() -> None:
+    given = ["--vlm_model_name_or_path=m", "--train_file=t.json", "--actor_num_gpus_per_node=2"]
+    assert "engine" not in load_settings(given).engine.model_fields_set

@@ -45,7 +45,6 @@ def run(settings: Settings) -> int:
     except ImportError as error:
         raise InputError("Ray is not installed: pip install 'vireo-vl[ray]'") from error
 
-    settings = with_engine(settings)
     check_rewards(settings)
     plan = plan_of(settings)
     for note in plan.notes:
@@ -59,15 +58,6 @@ def run(settings: Settings) -> int:
             return placed.watch()
         finally:
             placed.close()
-
-
-def with_engine(settings: Settings) -> Settings:
-    """With SGLang where a run that Ray places does not say what generates."""
-    engine = settings.engine
-    if settings.rollout_trainer and "engine" not in engine.model_fields_set:
-        kind = "vllm" if engine.vllm_url else "sglang"
-        return settings.model_copy(update={"engine": engine.model_copy(update={"engine": kind})})
-    return settings
 
 
 def check_rewards(settings: Settings) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from vireo.errors import InputError
 from vireo.settings.files import read_file
 from vireo.settings.flags import BY_NAME, SECTIONS, Flag, find, spelling
-from vireo.settings.schema import RL_SECTIONS, TRAINER_DEFAULTS
+from vireo.settings.schema import RL_SECTIONS, SFT, TRAINER_DEFAULTS
 
 SERVER_ARGS = "engine.server_args"
 
@@ -36,10 +36,24 @@ def normalise(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     for dotted, entry in given.items():
         section, _, key = dotted.rpartition(".")
         (nested[section] if section else nested)[key] = entry.value
+    if "engine" not in nested["engine"] and _is_placed(nested):
+        nested["engine"]["engine"] = "vllm" if _asks_for_vllm(nested["engine"]) else "sglang"
     for dotted, default in TRAINER_DEFAULTS.get(nested.get("trainer"), {}).items():
         section, _, key = dotted.partition(".")
         nested[section].setdefault(key, default)
     return nested, {dotted: entry.written for dotted, entry in given.items()}
+
+
+def _is_placed(nested: dict[str, Any]) -> bool:
+    """Whether it is a run with rollouts that Ray places: its engine is a server, if not said."""
+    cluster = nested["cluster"]
+    places = cluster.get("launcher") is not None or cluster.get("actor_num_gpus_per_node")
+    return bool(places) and nested.get("trainer", SFT[0]) not in SFT
+
+
+def _asks_for_vllm(engine: dict[str, Any]) -> bool:
+    names = engine.get("server_args") or {}
+    return bool(engine.get("vllm_url")) or any(str(name).startswith("vllm-") for name in names)
 
 
 def _from_argv(argv: list[str]) -> tuple[str | None, dict[str, Given]]:
